@@ -1,0 +1,35 @@
+"""What both command line programs share: how an error ends, and how text of strangers is shown."""
+
+import traceback
+from typing import Any
+
+import click
+
+from p2p_dilocox.errors import DilocoxError
+
+__all__ = ["Program", "printable"]
+
+
+class Program(click.Group):
+    """A group of commands. A DilocoxError ends as one line on stderr and its own exit code, see errors.py.
+
+    With -v the traceback comes first. Ctrl-C ends with 130, as shells expect.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DilocoxError as error:
+            if ctx.params.get("verbose"):
+                click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+            failure = click.ClickException(str(error))
+            failure.exit_code = error.exit_code
+            raise failure from error
+        except KeyboardInterrupt:
+            ctx.exit(130)
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """`text` without control characters and at most `limit` long: what others send may not steer a terminal."""
+    clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: limit + 1])
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"

@@ -1,0 +1,100 @@
+"""Where events go: a file of JSON lines, or TensorBoard. The live view of a cluster is in peers/view.py."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Protocol
+
+from p2p_dilocox.errors import StateError
+from p2p_dilocox.events import Evaluated, Event, InnerStep, RoundCommitted, RoundDropped, event_from_dict
+
+__all__ = ["JsonlSink", "Sink", "TensorBoardSink", "read_events"]
+
+
+class Sink(Protocol):
+    """Takes events, one by one, in the order they happen."""
+
+    def write(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """One line of JSON per event, appended and flushed at once: a killed program loses no line it reported."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        self._file.write(json.dumps(event.to_dict()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard. Training scalars are drawn over inner steps, the others over outer steps t."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise StateError(
+                "TensorBoard is not installed: pip install 'p2p-dilocox[tensorboard]', or go without it."
+            ) from error
+        self._writer = SummaryWriter(str(directory))  # type: ignore[no-untyped-call]
+        self._inner_steps = 0
+
+    def write(self, event: Event) -> None:
+        for name, value, step in self._scalars(event):
+            self._writer.add_scalar(name, value, step, walltime=event.time)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+    def _scalars(self, event: Event) -> list[tuple[str, float, int]]:
+        match event:
+            case InnerStep():
+                self._inner_steps += 1
+                step = self._inner_steps
+                return [
+                    ("train/loss", event.loss, step),
+                    ("train/lr", event.lr, step),
+                    ("train/grad_norm", event.grad_norm, step),
+                    ("train/tokens_per_s", event.tokens / max(event.seconds, 1e-9), step),
+                ]
+            case RoundCommitted():
+                return [
+                    ("round/clusters", len(event.members), event.t),
+                    ("round/seconds", event.seconds, event.t),
+                    ("round/waited_s", event.waited_s, event.t),
+                    ("round/sent_bytes", event.sent_bytes, event.t),
+                    ("round/received_bytes", event.received_bytes, event.t),
+                    ("round/lowrank", event.lowrank, event.t),
+                    ("round/H", event.H, event.t),
+                ]
+            case RoundDropped():
+                return [("round/dropped", 1.0, event.t)]
+            case Evaluated():
+                return [("valid/loss", event.val_loss, event.t)]
+        return []
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events that JsonlSink wrote to `path`, oldest first.
+
+    A last line without its end is skipped: its writer was killed. Raises StateError for any other bad line.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith("\n"):
+                    return
+                try:
+                    yield event_from_dict(json.loads(line))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise StateError(f"{path} line {number} is not an event ({error}): {line[:80]!r}") from error
+    except OSError as error:
+        raise StateError(f"cannot read the events in {path}: {error.strerror}. Is it a state directory?") from error

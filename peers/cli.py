@@ -1,0 +1,123 @@
+"""dilocox-peer: parse, call, print."""
+
+import json
+from pathlib import Path
+
+import click
+
+from p2p_dilocox.program import Program
+
+# Commands import what they need when they run: torch and hivemind take seconds, --help should not.
+
+STATE_DIR = click.Path(path_type=Path, file_okay=False)
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+@click.version_option(package_name="p2p-dilocox")
+def main(verbose: bool) -> None:
+    """Contribute a cluster to a DiLoCoX run."""
+
+
+@main.command()
+@click.argument("run_file", metavar="RUN.TOML", type=click.Path(path_type=Path, dir_okay=False))
+def validate(run_file: Path) -> None:
+    """Check a run spec as a whole; print a summary, or every error."""
+    from p2p_dilocox.runspec import load_run_file
+
+    from .summary import spec_table
+    from .view import console
+
+    console().print(spec_table(load_run_file(run_file)))
+
+
+@main.command()
+@click.argument("link", required=False)
+@click.option("--link-file", type=click.Path(path_type=Path, dir_okay=False), help="Read the link from a file.")
+@click.option("--devices", metavar="cpu:2|cuda:0,1|auto", help="One process per device. Default: auto.")
+@click.option("--state-dir", type=STATE_DIR, help="Default: ~/.dilocox/<run id>.")
+@click.option("--name", help="What others see of this cluster. Default: cluster-<start of its id>.")
+@click.option("--listen", metavar="ADDR", help="Multiaddress to listen on; rank r takes port + r. Default: any port.")
+@click.option("--announce", metavar="ADDR", help="Multiaddress under which others reach it; rank r takes port + r.")
+@click.option("--threads", type=click.IntRange(min=1), help="Torch threads per process. Default: cores / processes.")
+@click.option("--cluster", "profile", metavar="PROFILE", help="A cluster profile (.toml) or a shipped one: cpu-2.")
+def join(
+    link: str | None,
+    link_file: Path | None,
+    devices: str | None,
+    state_dir: Path | None,
+    name: str | None,
+    listen: str | None,
+    announce: str | None,
+    threads: int | None,
+    profile: str | None,
+) -> None:
+    """Join the run of LINK and train until it is complete, `leave` or Ctrl-C."""
+    from .join import JoinOptions, join_run, read_link
+
+    options = JoinOptions(
+        link=read_link(link, link_file), state_dir=state_dir, name=name, listen=listen, announce=announce,
+        devices=devices, threads=threads, profile=profile,
+    )  # fmt: skip
+    raise SystemExit(join_run(options))
+
+
+@main.command()
+@click.option("--state-dir", required=True, type=STATE_DIR)
+@click.option("--now", is_flag=True, help="Do not wait for the round in flight.")
+def leave(state_dir: Path, now: bool) -> None:
+    """Take the cluster of a state directory out of its run, without loss."""
+    from .control import request_leave
+
+    click.echo(request_leave(state_dir, now=now))
+
+
+@main.command()
+@click.argument("link", required=False)
+@click.option("--state-dir", type=STATE_DIR, help="A cluster of this machine.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(link: str | None, state_dir: Path | None, as_json: bool) -> None:
+    """What a cluster of this machine is doing, or who is in the run of LINK."""
+    from .status import cluster_status, swarm_status, swarm_table
+    from .view import console, status_table
+
+    if (link is None) == (state_dir is None):
+        raise click.UsageError("give either a LINK or --state-dir.")
+    if state_dir is not None:
+        record = cluster_status(state_dir)
+        click.echo(json.dumps(record)) if as_json else console().print(status_table(record))
+    elif link is not None:
+        clusters = swarm_status(link)
+        click.echo(json.dumps(clusters)) if as_json else console().print(swarm_table(clusters))
+
+
+@main.command()
+@click.argument("state_dir", type=STATE_DIR)
+@click.argument("out", type=click.Path(path_type=Path))
+def export(state_dir: Path, out: Path) -> None:
+    """Write the last checkpoint of STATE_DIR to OUT as a Hugging Face model."""
+    from .export import export_model
+
+    click.echo(export_model(state_dir, out))
+
+
+@main.command()
+@click.argument("state_dirs", metavar="STATE_DIR...", nargs=-1, required=True, type=STATE_DIR)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("loss.png"), show_default=True)
+def plot(state_dirs: tuple[Path, ...], out: Path) -> None:
+    """Draw loss, throughput and bytes of one or several clusters."""
+    from p2p_dilocox.plot import load_curves, plot_curves
+
+    plot_curves([load_curves(path) for path in state_dirs], out)
+    click.echo(f"wrote {out}")
+
+
+@main.command()
+@click.option("--out", type=STATE_DIR, default=Path("runs/demo"), show_default=True)
+@click.option("--run", default="demo", show_default=True, help="Another shipped run, or a run.toml.")
+@click.option("--clusters", type=click.IntRange(1, 8), default=2, show_default=True)
+def demo(out: Path, run: str, clusters: int) -> None:
+    """Train a small model on this machine: a bootstrap node and clusters of two processes each."""
+    from .demo import run_demo
+
+    raise SystemExit(run_demo(out, run=run, num_clusters=clusters))
