@@ -1,0 +1,173 @@
+"""Every record and message that crosses the wire: msgpack with a fixed schema, checked when it is decoded.
+
+A message that speaks for a cluster travels in a `Sealed` envelope signed by the cluster's key. The signature covers
+the kind of message and the run, so a record of one kind or run cannot be replayed as another.
+"""
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.swarm.identity import SigningKey, cluster_id_of, is_signed_by
+
+__all__ = [
+    "PROTOCOL", "Call", "Message", "Presence", "RankAddress", "Ready", "Result", "Standing", "Votes",
+    "open_sealed", "seal", "unpack",
+]  # fmt: skip
+
+PROTOCOL = 1  # raised when two versions could not average together
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+ClusterId = Annotated[str, msgspec.Meta(pattern="^[a-z2-7]{16}$")]
+PeerName = Annotated[str, msgspec.Meta(pattern="^[1-9A-HJ-NP-Za-km-z]{20,80}$")]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
+Maddr = Annotated[str, msgspec.Meta(max_length=200, pattern=r"^/[!-~]*$")]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+    def pack(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+class RankAddress(Message, frozen=True, kw_only=True):
+    """A rank of a cluster: its libp2p peer, where to dial it, and the consecutive stages it holds [first, last]."""
+
+    peer: PeerName
+    maddrs: Annotated[list[Maddr], msgspec.Meta(max_length=16)]
+    first_stage: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    last_stage: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+
+
+Ranks = Annotated[list[RankAddress], msgspec.Meta(min_length=1, max_length=512)]
+
+
+class Presence(Message, frozen=True, kw_only=True):
+    """A cluster's heartbeat. `t`: last outer step it took; `h`: inner steps since. `state`: joining, training, left."""
+
+    cluster_id: ClusterId
+    name: Name
+    ranks: Ranks
+    t: Count
+    h: Count
+    state: Annotated[str, msgspec.Meta(pattern="^(joining|training|left)$")]
+    loss: float
+    tokens_per_s: Measure
+    tokens: Count
+
+    @property
+    def lead(self) -> RankAddress:
+        return self.ranks[0]
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """A cluster's answer to the roll call of outer step t: it has a contribution of `weight` trained tokens.
+
+    `lineage`: the hash chain over the rounds it has committed. `spec`: digest of the run spec it trains by.
+    """
+
+    protocol: Count = PROTOCOL
+    spec: Digest
+    cluster_id: ClusterId
+    name: Name
+    t: Count
+    attempt: Count
+    lineage: Digest
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+    ranks: Ranks
+
+    def peer_of_stage(self, stage: int) -> str | None:
+        return next((r.peer for r in self.ranks if r.first_stage <= stage <= r.last_stage), None)
+
+
+class Call(Message, frozen=True, kw_only=True):
+    """The roll call's outcome: who averages in (t, attempt), in the order of their cluster ids.
+
+    `ready`: the members' sealed `Ready` messages. `remaining_s`: what was left of the coordinator's deadline.
+    """
+
+    t: Count
+    attempt: Count
+    coordinator: ClusterId
+    ready: Annotated[list[bytes], msgspec.Meta(min_length=1, max_length=256)]
+    remaining_s: Measure
+
+
+class Votes(Message, frozen=True, kw_only=True):
+    """What a cluster knows about the votes on (t, attempt): cluster id -> digest over all stages' averages.
+
+    An empty digest is a "no". `outcome`: open, committed or aborted, as the sender decided it.
+    """
+
+    t: Count
+    attempt: Count
+    votes: Annotated[dict[ClusterId, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=256)]
+    outcome: Annotated[str, msgspec.Meta(pattern="^(open|committed|aborted)$")]
+
+
+class Result(Message, frozen=True, kw_only=True):
+    """A committed round, as its members tell it to clusters that were not in it."""
+
+    t: Count
+    parent: Digest
+    lineage: Digest
+    members: Annotated[list[ClusterId], msgspec.Meta(min_length=1, max_length=256)]
+    stage_digests: Annotated[list[Digest], msgspec.Meta(max_length=4096)]
+
+
+class Standing(Message, frozen=True, kw_only=True):
+    """Where a cluster stands: outer step `t` is its last one, `h` inner steps of the next are done.
+
+    `members`: of the last committed round. `in_flight`: the outer step of the round on the wire, 0 if there is none.
+    `snapshots`: sha256 of every stage's state after outer step t.
+    """
+
+    cluster_id: ClusterId
+    t: Count
+    h: Count
+    lineage: Digest
+    members: Annotated[list[ClusterId], msgspec.Meta(max_length=256)]
+    in_flight: Count
+    snapshots: Annotated[list[Digest], msgspec.Meta(max_length=4096)]
+
+
+class Sealed(Message, frozen=True, kw_only=True):
+    key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    payload: bytes
+
+
+M = TypeVar("M", bound=Message)
+
+
+def unpack(data: bytes, kind: type[M]) -> M:
+    """The message in `data`. Raises NotTrustedError for anything that is not a well-formed `kind`."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise NotTrustedError(f"malformed {kind.__name__} message: {error}") from error
+
+
+def seal(key: SigningKey, run_id: str, message: Message) -> bytes:
+    payload = message.pack()
+    return Sealed(key=key.public, signature=key.sign(_signed_part(type(message), run_id, payload)), payload=payload).pack()
+
+
+def open_sealed(data: bytes, run_id: str, kind: type[M]) -> M:
+    """The message inside. Raises NotTrustedError unless the key that signed it is the cluster it speaks for."""
+    sealed = unpack(data, Sealed)
+    if not is_signed_by(sealed.key, sealed.signature, _signed_part(kind, run_id, sealed.payload)):
+        raise NotTrustedError(f"{kind.__name__} with a wrong signature")
+    message = unpack(sealed.payload, kind)
+    claimed = getattr(message, "cluster_id", None)
+    if claimed != cluster_id_of(sealed.key):
+        raise NotTrustedError(f"{kind.__name__} speaks for cluster {claimed}, but {cluster_id_of(sealed.key)} signed it")
+    return message
+
+
+def _signed_part(kind: type[Message], run_id: str, payload: bytes) -> bytes:
+    return b"\0".join((b"dilocox", kind.__name__.encode(), run_id.encode(), payload))

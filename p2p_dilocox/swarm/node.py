@@ -1,0 +1,192 @@
+"""One peer of the run: libp2p and the hivemind DHT inside the caller's event loop.
+
+hivemind.DHT would fork a process; running its DHTNode here instead needs no fork (CUDA may be in use already), no
+shared memory and no fork order, and only one child: the p2pd daemon, which dies with us.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils import get_dht_time
+from hivemind.utils.multiaddr import Multiaddr
+
+from p2p_dilocox.errors import LinkError, NotTrustedError, UnreachableError
+from p2p_dilocox.swarm.identity import SigningKey
+from p2p_dilocox.swarm.keys import clusters_key, run_key
+from p2p_dilocox.swarm.messages import Presence, open_sealed, seal
+from p2p_dilocox.swarm.process import die_with_parent
+from p2p_dilocox.swarm.records import PRESENCE_LIFE_S, RUN_LIFE_S, RunRecords
+from p2p_dilocox.swarm.signed import SignedRun
+
+__all__ = ["Node"]
+
+_DIAL_S = 10.0  # per address; several addresses are dialled at once
+_DHT_S = 10.0
+
+
+class Node:
+    """Made by `start`, ended by `close`; both in the same event loop, whose thread must outlive the node."""
+
+    def __init__(self, run_id: str, p2p: P2P, dht: DHTNode) -> None:
+        self.run_id = run_id
+        self.p2p = p2p
+        self.dht = dht
+        self.peer_id = str(p2p.peer_id)
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        run_id: str,
+        organiser: bytes,
+        initial_peers: Sequence[str] = (),
+        host_maddrs: Sequence[str] = (),
+        announce_maddrs: Sequence[str] = (),
+        identity_path: Path | None = None,
+        client_mode: bool = False,
+    ) -> "Node":
+        """Start p2pd and join the DHT of the run.
+
+        initial_peers: full multiaddresses, dialled all at once; dead ones are skipped. If all are dead this raises
+            UnreachableError rather than start a swarm of one.
+        host_maddrs: where to listen; nothing for client_mode. announce_maddrs: what to tell others instead of it.
+        Raises LinkError if the addresses cannot be listened on.
+        """
+        with _children_die_with_us():
+            try:
+                p2p = await P2P.create(
+                    host_maddrs=None if client_mode else list(host_maddrs),
+                    announce_maddrs=list(announce_maddrs) or None,
+                    identity_path=str(identity_path) if identity_path else None,
+                    no_listen=client_mode,
+                    dht_mode="client" if client_mode else "server",
+                    check_if_identity_free=False,
+                )
+            except P2PDaemonError as error:
+                listen = ", ".join(host_maddrs)
+                raise LinkError(f"cannot listen on {listen}: {_last_line(error)}. Is the port in use?") from error
+        try:
+            reachable = await _dial_all(p2p, initial_peers)
+            dht = await DHTNode.create(
+                p2p=p2p,
+                initial_peers=reachable,
+                client_mode=client_mode,
+                record_validator=RunRecords(run_id, organiser),
+            )
+        except BaseException as error:
+            await p2p.shutdown()
+            if isinstance(error, RuntimeError):
+                raise UnreachableError(f"no peer of the link answers as part of a swarm: {error}") from error
+            if type(error).__name__ == "ValidationError":
+                raise UnreachableError(f"the swarm does not accept this machine: {error}. Is its clock right (NTP)?") from error
+            raise
+        return cls(run_id, p2p, dht)
+
+    async def maddrs(self) -> list[str]:
+        """Full multiaddresses, ending in /p2p/<our id>, at which others may dial us."""
+        return [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]
+
+    async def connect(self, peer: str, maddrs: Iterable[str]) -> None:
+        """Tell p2pd where `peer` lives. Never raises: whether it can be reached shows when it is called."""
+        with contextlib.suppress(P2PDaemonError, ControlFailure, asyncio.TimeoutError, ValueError):
+            addresses = [Multiaddr(m).decapsulate("/p2p/" + peer) if "/p2p/" in m else Multiaddr(m) for m in maddrs]
+            await asyncio.wait_for(self.p2p._client.connect(PeerID.from_base58(peer), addresses), _DIAL_S)
+
+    async def publish_run(self, signed: SignedRun) -> bool:
+        """Store the run spec for RUN_LIFE_S seconds; whoever holds it may refresh it."""
+        return bool(await self.dht.store(run_key(self.run_id), signed.pack(), get_dht_time() + RUN_LIFE_S))
+
+    async def fetch_run(self, timeout_s: float = 20.0) -> SignedRun:
+        """The signed run spec; the caller verifies it. Raises UnreachableError if nobody has it in time."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                found = await asyncio.wait_for(self.dht.get(run_key(self.run_id), latest=True), _DHT_S)
+                if found is not None:
+                    return SignedRun.from_bytes(found.value)
+            if asyncio.get_running_loop().time() > deadline:
+                raise UnreachableError(
+                    f"nobody in the swarm has the spec of run {self.run_id!r} ({timeout_s:.0f} s). Is the link for another run?"
+                )
+            await asyncio.sleep(0.5)
+
+    async def publish_presence(self, key: SigningKey, presence: Presence) -> bool:
+        expires = get_dht_time() + PRESENCE_LIFE_S
+        sealed = seal(key, self.run_id, presence)
+        return bool(await self.dht.store(clusters_key(self.run_id), sealed, expires, subkey=presence.cluster_id))
+
+    async def clusters(self) -> dict[str, Presence]:
+        """The clusters that were heard of in the last PRESENCE_LIFE_S seconds, by id; those that left are not in it."""
+        try:
+            found = await asyncio.wait_for(self.dht.get(clusters_key(self.run_id), latest=True), _DHT_S)
+        except asyncio.TimeoutError:
+            return {}
+        present: dict[str, Presence] = {}
+        if found is not None and isinstance(found.value, dict):
+            for sealed in found.value.values():
+                with contextlib.suppress(NotTrustedError):
+                    presence = open_sealed(sealed.value, self.run_id, Presence)
+                    if presence.state != "left":
+                        present[presence.cluster_id] = presence
+        return present
+
+    async def close(self) -> None:
+        await self.dht.shutdown()
+        await self.p2p.shutdown()
+
+
+async def _dial_all(p2p: P2P, peers: Sequence[str]) -> list[str]:
+    """The peers that could be dialled. Raises UnreachableError with each one's reason if there are none."""
+
+    async def dial(peer: str) -> str | None:
+        maddr = Multiaddr(peer)
+        peer_id = maddr["p2p"]
+        try:
+            await asyncio.wait_for(
+                p2p._client.connect(PeerID.from_base58(peer_id), [maddr.decapsulate(f"/p2p/{peer_id}")]), _DIAL_S
+            )
+        except asyncio.TimeoutError:
+            return f"no answer within {_DIAL_S:.0f} s: the host is down, or a firewall drops the port"
+        except (ControlFailure, P2PDaemonError) as error:
+            return _dial_reason(str(error))
+        return None
+
+    reasons = await asyncio.gather(*(dial(peer) for peer in peers))
+    reachable = [peer for peer, reason in zip(peers, reasons, strict=True) if reason is None]
+    if peers and not reachable:
+        raise UnreachableError("cannot join: " + "; ".join(f"{p}: {r}" for p, r in zip(peers, reasons, strict=True)))
+    return reachable
+
+
+def _dial_reason(message: str) -> str:
+    if "connection refused" in message:
+        return "connection refused: the host is up, but nobody listens on that port. Is the bootstrap node running?"
+    if "peer id mismatch" in message:
+        return "another peer answers there: the bootstrap node has a new identity. Ask for a new link"
+    if "no route to host" in message or "network is unreachable" in message:
+        return "no route to that host: check the address and your network"
+    if "deadline" in message or "timeout" in message or "backoff" in message:
+        return "no answer in time: the host is down, or a firewall drops the port"
+    return message.strip().splitlines()[-1][:200] if message.strip() else "the connection failed"
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1][:200] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _children_die_with_us() -> Iterator[None]:
+    """hivemind starts p2pd by asyncio and has no hook for it: without this p2pd outlives a killed rank (measured)."""
+    start = asyncio.subprocess.create_subprocess_exec
+    asyncio.subprocess.create_subprocess_exec = partial(start, preexec_fn=die_with_parent)
+    try:
+        yield
+    finally:
+        asyncio.subprocess.create_subprocess_exec = start
