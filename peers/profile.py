@@ -1,0 +1,50 @@
+"""A cluster profile: with what machine a volunteer contributes. Local, never signed, never sent."""
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from p2p_dilocox.errors import SpecError
+
+__all__ = ["Profile", "load_profile", "shipped_profiles"]
+
+_SHIPPED = Path(__file__).parent / "clusters"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    devices: str = "auto"
+    """As for --devices."""
+    threads: int | None = None
+    """Torch threads per process; None: cores / processes."""
+    listen: str = "/ip4/0.0.0.0/tcp/0"
+    """Multiaddress of rank 0; rank r takes port + r. Port 0: any free port."""
+    announce: str | None = None
+    """Multiaddress under which others reach rank 0; rank r is at port + r."""
+
+
+def load_profile(name: str) -> Profile:
+    """The profile in the file `name`, or the shipped one of that name. Raises SpecError."""
+    path = Path(name) if name.endswith(".toml") else _SHIPPED / f"{name}.toml"
+    if not name.endswith(".toml") and name not in shipped_profiles():
+        raise SpecError(f"no cluster profile {name!r}: give a .toml file or one of {', '.join(shipped_profiles())}.")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"cannot read the cluster profile {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} is not TOML: {error}") from error
+    types = {"devices": str, "threads": int, "listen": str, "announce": str}
+    assert set(types) == {field.name for field in fields(Profile)}
+    for key, value in values.items():
+        if key not in types:
+            raise SpecError(f"{path}: unknown key {key!r}; known are {', '.join(types)}.")
+        if type(value) is not types[key]:
+            raise SpecError(f"{path}: {key} = {value!r} must be of type {types[key].__name__}.")
+    if values.get("threads", 1) < 1:
+        raise SpecError(f"{path}: threads = {values['threads']}, must be at least 1.")
+    return Profile(**values)
+
+
+def shipped_profiles() -> list[str]:
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
