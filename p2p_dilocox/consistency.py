@@ -1,0 +1,145 @@
+"""Rules of a run spec that involve several keys, or the model."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from p2p_dilocox.data.tokenizer import EMBEDDED_TOKENIZER, vocabulary_size
+from p2p_dilocox.errors import DataError, ModelError
+from p2p_dilocox.model_config import count_of, load_model_config
+from p2p_dilocox.settings import RunSpec, total_inner_steps
+
+__all__ = ["RULES", "Finding", "warnings_for"]
+
+Finding = tuple[str, str]
+"""The key to blame, as "table.key", and the sentence that follows `key = value, `."""
+
+STABLE_PAPER_LR = ((0.0, 0.98), (0.3, 0.70), (0.5, 0.56), (0.7, 0.40), (0.8, 0.34), (0.9, 0.24))
+"""(momentum, largest stable outer lr) of Algorithm 2 to the letter: linear model of one delayed outer step whose local
+movement starts from the anchor again, largest over all contraction rates of local training."""
+
+
+def _microbatches(spec: RunSpec) -> Iterator[Finding]:
+    inner, stages = spec.inner, spec.model.stages
+    if stages > 1 and inner.microbatches < stages:
+        yield "inner.microbatches", f"must be at least model.stages = {stages}, or stages have nothing to do"
+    if inner.batch_size % inner.microbatches:
+        yield "inner.batch_size", f"must be a multiple of inner.microbatches = {inner.microbatches}"
+
+
+def _warmup(spec: RunSpec) -> Iterator[Finding]:
+    steps = total_inner_steps(spec)
+    if spec.inner.warmup_steps > steps:
+        yield "inner.warmup_steps", f"must be at most {steps}, all inner steps of the run (outer_steps * H)"
+
+
+def _keep(spec: RunSpec) -> Iterator[Finding]:
+    mode = spec.overlap.mode
+    if mode in ("paper", "none") and spec.overlap.keep != 0:
+        yield "overlap.keep", f'must be 0 with overlap.mode = "{mode}", which goes on from the anchor'
+
+
+def _source(spec: RunSpec) -> Iterator[Finding]:
+    data = spec.data
+    if data.source in ("text", "jsonl", "parquet"):
+        if not data.paths:
+            yield "data.paths", f'must name at least one file or directory for data.source = "{data.source}"'
+    elif data.paths:
+        yield "data.paths", f'must be left out with data.source = "{data.source}"'
+    if data.source == "hub" and not data.name:
+        yield "data.name", 'must name a dataset for data.source = "hub"'
+    if data.source != "hub" and (data.name or data.subset):
+        key = "name" if data.name else "subset"
+        yield f"data.{key}", f'must be left out with data.source = "{data.source}"'
+
+
+def _one_model(spec: RunSpec) -> Iterator[Finding]:
+    if spec.model.config and spec.model.path:
+        yield "model.path", "must be left out if there is a [model.config]"
+    if not spec.model.config and not spec.model.path:
+        yield "model.config", 'must be set (or model.path), for example { model_type = "llama", ... }'
+
+
+def _model(spec: RunSpec) -> Iterator[Finding]:
+    """Cut, sequence length and vocabulary against the config. A model.path that is not on this machine is left to
+    warnings_for: the machine that signs a run need not be one that trains."""
+    model = spec.model
+    if bool(model.config) == bool(model.path) or (model.path and not _has_config(model.path)):
+        return
+    try:
+        config = load_model_config(model)
+    except ModelError as error:
+        yield "model.path" if model.path else "model.config", f"cannot be used: {error}"
+        return
+    layers = count_of(config, "num_hidden_layers")
+    vocabulary = count_of(config, "vocab_size")
+    if layers is None or vocabulary is None:
+        missing = "num_hidden_layers" if layers is None else "vocab_size"
+        key = "model.path" if model.path else "model.config"
+        yield key, f"must have a positive {missing}, got {getattr(config, missing, None)}"
+        return
+    if model.stages > layers:
+        yield "model.stages", f"must be at most {layers}, the layers of the model"
+    elif model.cut and (len(model.cut) != model.stages or sum(model.cut) != layers):
+        yield (
+            "model.cut",
+            f"must be model.stages = {model.stages} numbers with the sum {layers}, the layers of the model; "
+            f"these are {len(model.cut)} with the sum {sum(model.cut)}",
+        )
+    positions = count_of(config, "max_position_embeddings")
+    if positions is not None and spec.data.seq_len > positions:
+        yield "data.seq_len", f"must be at most {positions}, the maximum positions of the model"
+    try:
+        tokens = vocabulary_size(spec.data.tokenizer)
+    except DataError:
+        return
+    if tokens > vocabulary:
+        yield "data.tokenizer", f"has {tokens} tokens, must fit the model's vocab_size = {vocabulary}"
+
+
+def _has_config(path: str) -> bool:
+    return (Path(path) / "config.json").is_file()
+
+
+RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...] = (
+    (("model.stages", "inner.microbatches", "inner.batch_size"), _microbatches),
+    (("run.outer_steps", "inner.H", "inner.warmup_steps"), _warmup),
+    (("overlap.mode", "overlap.keep"), _keep),
+    (("data.source", "data.paths", "data.name", "data.subset"), _source),
+    (("model.config", "model.path"), _one_model),
+    (("model.config", "model.path", "model.stages", "model.cut", "data.seq_len", "data.tokenizer"), _model),
+)
+"""What each rule reads, and the rule. A rule runs if everything it reads is right by itself."""
+
+
+def warnings_for(spec: RunSpec) -> list[str]:
+    """What is allowed but probably not meant, a sentence each."""
+    found = []
+    if spec.overlap.mode == "paper":
+        limit = stable_paper_lr(spec.outer.momentum)
+        if spec.outer.lr > limit:
+            found.append(
+                f"outer.lr = {spec.outer.lr:g} with momentum {spec.outer.momentum:g} is above {limit:.2f}, the largest "
+                'that is stable with overlap.mode = "paper": the loss will probably diverge. mode = "arrival" takes 0.7'
+            )
+    if spec.model.path and not _has_config(spec.model.path):
+        found.append(
+            f"model.path = {json.dumps(spec.model.path)} has no config.json on this machine: stages, cut, seq_len and "
+            "tokenizer were not checked against the model"
+        )
+    elif spec.data.tokenizer != EMBEDDED_TOKENIZER:
+        try:
+            vocabulary_size(spec.data.tokenizer)
+        except DataError as error:
+            found.append(f"{error}; its size was not checked against the model")
+    return found
+
+
+def stable_paper_lr(momentum: float) -> float:
+    """Largest stable outer lr of overlap `paper`; straight lines between the points of STABLE_PAPER_LR, and on to 0 at
+    momentum 1."""
+    points = (*STABLE_PAPER_LR, (1.0, 0.0))
+    for (left, high), (right, low) in zip(points, points[1:], strict=False):
+        if left <= momentum <= right:
+            return high + (low - high) * (momentum - left) / (right - left)
+    raise ValueError(f"momentum = {momentum}, must be at least 0 and below 1")

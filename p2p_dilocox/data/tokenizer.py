@@ -1,0 +1,41 @@
+"""Tokenizers by their files. Only `tokenizer.json` is read: plain data, no code."""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+from p2p_dilocox.errors import DataError
+
+__all__ = ["EMBEDDED_TOKENIZER", "tokenizer_dir", "vocabulary_size"]
+
+EMBEDDED_TOKENIZER = "embedded"
+
+
+def tokenizer_dir(name: str) -> Path:
+    """Directory of the tokenizer `name` of data.tokenizer. Raises DataError if it has no tokenizer.json."""
+    if name == EMBEDDED_TOKENIZER:
+        return Path(str(resources.files("p2p_dilocox.data") / "corpus" / "tokenizer"))
+    directory = Path(name)
+    try:
+        found = (directory / "tokenizer.json").is_file()
+    except (OSError, ValueError):
+        found = False
+    if not found:
+        raise DataError(
+            f"data.tokenizer = {json.dumps(name)}: no tokenizer.json there; a directory is needed that "
+            "tokenizer.save_pretrained() wrote"
+        )
+    return directory
+
+
+def vocabulary_size(name: str) -> int:
+    """Highest token id plus one: the vocabulary a model must have at least. Raises DataError."""
+    file = tokenizer_dir(name) / "tokenizer.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        ids += [token["id"] for token in content.get("added_tokens", [])]
+        return 1 + max(int(token_id) for token_id in ids)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: not a tokenizer that the tokenizers library wrote ({error!r})") from error

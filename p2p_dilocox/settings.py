@@ -1,0 +1,216 @@
+"""The tables of run.toml as frozen dataclasses: every setting with its type, range, default and meaning.
+
+One field is one key. `Annotated` carries what `runspec.parse_run` checks (a `Rule`) and the sentence that errors and
+`dilocox-bootstrap init` show. Rules between several keys are in consistency.py.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+__all__ = [
+    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Rule", "Run", "RunSpec",
+    "total_inner_steps",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`limit` completes the sentence "H = 0, must be ..."."""
+
+    limit: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(low: float) -> Rule:
+    return Rule(f"at least {low:g}", lambda value: value >= low)
+
+
+def above(low: float) -> Rule:
+    return Rule(f"above {low:g}", lambda value: value > low)
+
+
+def between(low: float, high: float) -> Rule:
+    return Rule(f"between {low:g} and {high:g}", lambda value: low <= value <= high)
+
+
+def below_one() -> Rule:
+    return Rule("at least 0 and below 1", lambda value: 0 <= value < 1)
+
+
+def one_of(*choices: object) -> Rule:
+    return Rule(f"one of {', '.join(map(str, choices))}", lambda value: value in choices)
+
+
+def all_values(rule: Rule) -> Rule:
+    return Rule(f"{rule.limit}, each", lambda values: all(rule.holds(v) for v in values))
+
+
+printable = Rule("printable text", lambda text: text.isprintable())
+RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """[run]"""
+
+    id: Annotated[
+        str,
+        Rule("1 to 32 of a-z, 0-9 and -, not starting with -", lambda text: bool(RUN_ID.fullmatch(text))),
+        "name of the run, in DHT keys and directory names",
+    ]
+    recipe: Annotated[str, "method of recipe.py that sets the defaults of outer, overlap, compression"] = (
+        "dilocox"
+    )
+    seed: Annotated[
+        int, at_least(0), "start of all random numbers: initial parameters, data, low-rank bases"
+    ] = 0
+    outer_steps: Annotated[int, at_least(1), "outer steps until the run is complete"]
+    min_clusters: Annotated[int, at_least(1), "clusters that must be there before the first outer step"] = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """[model]: either `config` or `path`."""
+
+    config: Annotated[dict[str, Any], "Hugging Face config, with model_type"] = field(default_factory=dict)
+    path: Annotated[str, printable, "directory with a config.json, on every cluster"] = ""
+    stages: Annotated[int, between(1, 4096), "contiguous slices of layers, the same for all clusters"] = 1
+    cut: Annotated[
+        tuple[int, ...], all_values(at_least(1)), "layers of each stage; empty: balanced by parameters"
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """[data]. Relative paths start at the directory in which a peer is started."""
+
+    source: Annotated[
+        str, one_of("embedded", "text", "jsonl", "parquet", "hub"), "where the text comes from"
+    ] = "embedded"
+    paths: Annotated[
+        tuple[str, ...], all_values(printable), "files, or directories of files, for text, jsonl and parquet"
+    ] = ()
+    name: Annotated[str, printable, "Hugging Face datasets name, or the directory of one, for hub"] = ""
+    subset: Annotated[str, printable, "configuration of that dataset; empty: its default"] = ""
+    text_field: Annotated[
+        str, printable, "field or column that holds the text, for jsonl, parquet and hub"
+    ] = "text"
+    tokenizer: Annotated[str, printable, "embedded, or a directory with a tokenizer.json"] = "embedded"
+    seq_len: Annotated[int, at_least(1), "tokens of one sequence"] = 128
+    valid_fraction: Annotated[
+        float, Rule("above 0 and at most 0.5", lambda value: 0 < value <= 0.5), "part held out for validation"
+    ] = 0.05
+    max_tokens: Annotated[int, at_least(2), "tokens read at most; an endless stream is cut here"] = (
+        100_000_000
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inner:
+    """[inner]: AdamW on a cluster's own data."""
+
+    H: Annotated[int, at_least(1), "inner steps per outer step"]
+    batch_size: Annotated[int, at_least(1), "sequences per inner step and cluster"]
+    microbatches: Annotated[int, at_least(1), "equal pieces of a batch that fill the pipeline"] = 1
+    schedule: Annotated[str, one_of("1f1b", "gpipe"), "order of microbatches over the stages"] = "1f1b"
+    lr: Annotated[float, above(0), "peak learning rate"]
+    betas: Annotated[tuple[float, float], all_values(below_one()), "decay of AdamW's two moments"] = (
+        0.9,
+        0.95,
+    )
+    eps: Annotated[float, above(0), "AdamW's epsilon"] = 1e-8
+    weight_decay: Annotated[float, at_least(0), "decoupled, times the learning rate"] = 0.1
+    warmup_steps: Annotated[int, at_least(0), "inner steps of linear warm-up"] = 0
+    lr_schedule: Annotated[str, one_of("cosine", "constant"), "learning rate after the warm-up"] = "cosine"
+    final_lr_fraction: Annotated[float, between(0, 1), "last learning rate of cosine, of the peak"] = 0.1
+    clip_norm: Annotated[float, above(0), "largest norm of the whole model's gradient"] = 1.0
+    precision: Annotated[
+        str, one_of("auto", "fp32", "bf16"), "of forward and backward; auto: bf16 on CUDA, fp32 on CPU"
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outer:
+    """[outer]: SGD on averaged pseudo-gradients, as torch.optim.SGD. Defaults come from the recipe."""
+
+    lr: Annotated[float, above(0), "outer learning rate"]
+    momentum: Annotated[float, below_one(), "outer momentum"]
+    nesterov: Annotated[bool, "Nesterov momentum"] = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """[overlap]: communication behind computation. Defaults come from the recipe."""
+
+    mode: Annotated[
+        str, one_of("arrival", "boundary", "paper", "none"), "when the average of a round is applied"
+    ]
+    keep: Annotated[float, between(0, 1), "part of the movement made meanwhile that a cluster keeps (beta)"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compression:
+    """[compression] of pseudo-gradients. Defaults come from the recipe."""
+
+    bits: Annotated[
+        int, one_of(2, 3, 4, 8, 16, 32, 64), "per value sent to the reducer; 16 to 64: plain floats"
+    ]
+    return_bits: Annotated[int, one_of(2, 3, 4, 8, 16, 32, 64), "per value of the average sent back"]
+    group: Annotated[int, between(1, 65536), "values that share one scale"]
+    lowrank: Annotated[int, between(0, 65536), "directions kept of each weight matrix (r); 0: all, dense"]
+    feedback: Annotated[
+        str, one_of("local", "paper", "none"), "what becomes of the part a message could not say"
+    ]
+    gamma: Annotated[float, between(0, 1), "part of the error buffer added to the next pseudo-gradient"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deadlines:
+    """[deadlines]. All other time limits of a round are derived from this one."""
+
+    round_s: Annotated[float, above(0), "seconds a round may take"] = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """[checkpoint]"""
+
+    every: Annotated[int, at_least(1), "outer steps between checkpoints"] = 10
+    keep: Annotated[int, at_least(1), "newest checkpoints kept on disk"] = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eval:
+    """[eval] of the anchor on the held-out part."""
+
+    every: Annotated[int, at_least(1), "outer steps between validations"] = 1
+    batches: Annotated[int, at_least(1), "batches of batch_size sequences per validation"] = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """A run.toml that passed all checks."""
+
+    run: Run
+    model: Model
+    data: Data
+    inner: Inner
+    outer: Outer
+    overlap: Overlap
+    compression: Compression
+    deadlines: Deadlines = Deadlines()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+
+
+def total_inner_steps(spec: RunSpec) -> int:
+    """Inner steps of the whole run, the length of the learning rate schedule."""
+    return spec.run.outer_steps * spec.inner.H
+
+
+def is_finite(value: float) -> bool:
+    """False for NaN, infinities and whole numbers beyond 64 bits, which TOML does not promise to carry."""
+    return -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
