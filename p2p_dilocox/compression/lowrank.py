@@ -64,10 +64,10 @@ def project(matrix: Tensor, basis: Tensor) -> Tensor:
 def orthonormalise(factor: Tensor) -> Tensor:
     """Orthonormal columns that span those of `factor` [m, r], r <= m; column i only mixes columns 0..i.
 
-    Householder QR in float64, the diagonal of R made non-negative, rounded to the dtype of `factor`. Never
-    fails: zero or dependent columns become some orthonormal completion. Equal bytes give equal results on one
-    machine; on others float64 differs in its last bits, which the final rounding to float32 hides almost
-    always.
+    Householder QR in float64, the diagonal of R made non-negative, rounded to the dtype of `factor`, which
+    must be finite. Never fails: zero or dependent columns become some orthonormal completion. Equal bytes
+    give equal results on one machine. Elsewhere, or with another thread count, float64 differs in its last
+    bits and the rounding to float32 hides it: 2 of 2.6 million entries changed, 2.0 million with float32 QR.
     """
     q, triangle = torch.linalg.qr(factor.to(torch.float64))
     signs = torch.where(triangle.diagonal() < 0, -1.0, 1.0)
