@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from p2p_dilocox.data.tokenizer import EMBEDDED_TOKENIZER, vocabulary_size
 from p2p_dilocox.errors import DataError, ModelError
 from p2p_dilocox.model_config import count_of, load_model_config
 from p2p_dilocox.settings import RunSpec, total_inner_steps
+from p2p_dilocox.tokenizer import EMBEDDED_TOKENIZER, vocabulary_size
 
 __all__ = ["RULES", "Finding", "warnings_for"]
 

@@ -43,7 +43,7 @@ def load_model_config(model: Model) -> "PretrainedConfig":
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:
         raise ModelError(f"model.config: {_first_lines(error)}") from error
-    known = {f.name for f in fields(config)} | set(config.attribute_map) | _OLDER_KEYS  # type: ignore[arg-type]
+    known = {f.name for f in fields(config)} | set(config.attribute_map) | _OLDER_KEYS
     for key in values:
         if key not in known:
             raise ModelError(f"model.config: {model_type} has no {key!r}{did_you_mean(key, known)}")

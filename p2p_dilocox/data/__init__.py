@@ -1,1 +1,7 @@
 """Text to tokens, and tokens to batches."""
+
+from p2p_dilocox.data.shards import Batches
+from p2p_dilocox.data.text import source_files
+from p2p_dilocox.data.tokens import Corpus, load_tokens, unigram_loss
+
+__all__ = ["Batches", "Corpus", "load_tokens", "source_files", "unigram_loss"]
