@@ -1,12 +1,11 @@
 """Where a bootstrap node listens and what others are told, checked before anything starts."""
 
-import errno
 import ipaddress
 import re
-import socket
 from collections.abc import Sequence
 
 from p2p_dilocox.errors import LinkError
+from p2p_dilocox.ports import check_port
 from p2p_dilocox.swarm.link import check_maddr, is_loopback
 
 __all__ = ["DEFAULT_LISTEN", "check_addresses", "linkable", "reach_warning"]
@@ -14,7 +13,6 @@ __all__ = ["DEFAULT_LISTEN", "check_addresses", "linkable", "reach_warning"]
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 
 _IP = re.compile(r"/ip[46]/([^/]+)")
-_TCP = re.compile(r"/ip[46]/([^/]+)/tcp/([0-9]+)")
 
 
 def check_addresses(listen: Sequence[str], announce: Sequence[str]) -> None:
@@ -24,9 +22,7 @@ def check_addresses(listen: Sequence[str], announce: Sequence[str]) -> None:
         if "/p2p/" in maddr:
             raise LinkError(f"address {maddr!r}: leave out /p2p/..., the node adds its own peer id.")
     for maddr in listen:
-        check_maddr(maddr)
-        if match := _TCP.match(maddr):
-            _check_port(maddr, match[1], int(match[2]))
+        check_port(check_maddr(maddr))
 
 
 def linkable(maddrs: Sequence[str], peer_id: str, announce: Sequence[str]) -> list[str]:
@@ -38,7 +34,7 @@ def linkable(maddrs: Sequence[str], peer_id: str, announce: Sequence[str]) -> li
 
 
 def reach_warning(maddrs: Sequence[str]) -> str | None:
-    """Why other hosts may not reach these addresses, and what to do; None if at least one is public or a name."""
+    """Why others may not reach these addresses, and what to do; None if one is public or a name."""
     if all(is_loopback(maddr) for maddr in maddrs):
         return (
             "this link works on this machine only (loopback). Pass --listen /ip4/0.0.0.0/tcp/31337, "
@@ -51,21 +47,3 @@ def reach_warning(maddrs: Sequence[str]) -> str | None:
             "and pass --announce /ip4/<public address>/tcp/<port>."
         )
     return None
-
-
-def _check_port(maddr: str, host: str, port: int) -> None:
-    """Take the port for a moment. p2pd would fail too, but seconds later and in its own words."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as error:
-            reasons = {
-                errno.EADDRINUSE: f"port {port} is in use. End the program that holds it or choose another port",
-                errno.EACCES: f"port {port} is reserved for root. Choose one of 1024 to 65535",
-                errno.EADDRNOTAVAIL: f"{host} is not an address of this machine. 0.0.0.0 means all of them",
-            }
-            reason = reasons.get(error.errno or 0, f"{error.strerror}. Choose another address")
-            raise LinkError(f"cannot listen on {maddr}: {reason}.") from error

@@ -41,8 +41,9 @@ class LineBoard:
             if self._shown.get(cluster_id) != standing:
                 self._shown[cluster_id] = standing
                 click.echo(
-                    f"cluster {cluster_id} {printable(presence.name, 32)} {presence.state}  outer {presence.t}  "
-                    f"loss {presence.loss:.3f}  {presence.tokens_per_s:.0f} tokens/s; {len(clusters)} present"
+                    f"cluster {cluster_id} {printable(presence.name, 32)} {presence.state}  "
+                    f"outer {presence.t}  loss {presence.loss:.3f}  {presence.tokens_per_s:.0f} tokens/s; "
+                    f"{len(clusters)} present"
                 )
 
     def warn(self, message: str) -> None:
@@ -67,7 +68,9 @@ class TableBoard:
         self._live.stop()
 
     def _table(self, clusters: Mapping[str, Presence]) -> Table:
-        table = Table(title=f"run {self._run_id}", title_justify="left", caption="Ctrl-C stops", border_style="cyan")
+        table = Table(
+            title=f"run {self._run_id}", title_justify="left", caption="Ctrl-C stops", border_style="cyan"
+        )
         table.add_column(f"{len(clusters)} clusters")
         table.add_column("name")
         for name in ("state", "processes", "outer step", "loss", "tokens/s"):

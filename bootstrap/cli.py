@@ -15,14 +15,24 @@ def main(verbose: bool) -> None:
 
 
 @main.command()
-@click.option("--run", "run", required=True, metavar="RUN", help="A run.toml, or the name of a shipped one: demo.")
 @click.option(
-    "--state-dir", required=True, type=click.Path(path_type=Path, file_okay=False), help="Keys, spec and join link."
+    "--run", "run", required=True, metavar="RUN", help="A run.toml, or the name of a shipped one: demo."
 )
 @click.option(
-    "--listen", multiple=True, metavar="ADDR", help="Multiaddress to listen on. Default: /ip4/0.0.0.0/tcp/31337."
+    "--state-dir",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keys, spec and join link.",
 )
-@click.option("--announce", multiple=True, metavar="ADDR", help="Multiaddress under which others reach this host.")
+@click.option(
+    "--listen",
+    multiple=True,
+    metavar="ADDR",
+    help="Multiaddress to listen on. Default: /ip4/0.0.0.0/tcp/31337.",
+)
+@click.option(
+    "--announce", multiple=True, metavar="ADDR", help="Multiaddress under which others reach this host."
+)
 def serve(run: str, state_dir: Path, listen: tuple[str, ...], announce: tuple[str, ...]) -> None:
     """Serve RUN until Ctrl-C. Prints the link with which clusters join."""
     from .serve import serve_run

@@ -1,4 +1,4 @@
-"""Serve a run: a DHT node with a lasting identity that keeps the signed run spec alive and shows who is there."""
+"""Serve a run: a DHT node with a lasting identity that keeps the signed spec alive and shows who is there."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,6 @@ async def _serve(
         with contextlib.closing(open_board(signed.run_id)) as board:
             await _watch(node, signed, board, stop)
     finally:
-        (state / "join-link").unlink(missing_ok=True)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(node.close(), _CLOSE_S)
     click.echo("stopped")
@@ -98,7 +97,7 @@ async def _watch(node: Node, signed: SignedRun, board: Board, stop: asyncio.Even
 
 
 async def _first(task: "asyncio.Task[Node]", stop: asyncio.Event) -> bool:
-    """Wait for the task, which may raise, or for `stop`; then the task is cancelled. True if the task is done."""
+    """Wait for the task, which may raise, or for `stop`, which cancels it. True if the task is done."""
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

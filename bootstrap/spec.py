@@ -1,39 +1,25 @@
-"""The run spec that a bootstrap node serves: found by path or name, and fixed once the run has been served."""
+"""The run spec that a bootstrap node serves: found by path or name, and fixed once it has been served."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from p2p_dilocox.errors import SpecError, StateError
-from p2p_dilocox.runspec import RunSpec, parse_run
+from p2p_dilocox.errors import StateError
+from p2p_dilocox.runspec import RunSpec, parse_run, read_run_text
 from p2p_dilocox.state_dir import write_atomic
 
-__all__ = ["fix_spec", "load_run", "shipped_runs"]
-
-_SHIPPED = Path(__file__).parent / "runs"
-
-
-def shipped_runs() -> list[str]:
-    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+__all__ = ["fix_spec", "load_run"]
 
 
 def load_run(run: str) -> tuple[str, RunSpec]:
-    """Text and parsed form of `run`: a path that ends in .toml, or the name of a shipped spec. Raises SpecError."""
-    if not run.endswith(".toml") and run not in shipped_runs():
-        raise SpecError(f"no run {run!r}: give a run.toml or one of the shipped runs: {', '.join(shipped_runs())}.")
-    path = Path(run) if run.endswith(".toml") else _SHIPPED / f"{run}.toml"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"cannot read the run spec {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SpecError(f"the run spec {path} is not UTF-8 text: {error}") from error
-    return text, parse_run(text, name=str(path))
+    """Text and parsed form of `run`: a file, or the name of a shipped spec. Raises SpecError."""
+    text = read_run_text(run)
+    return text, parse_run(text, name=Path(run).name)
 
 
 def fix_spec(state: Path, text: str, spec: RunSpec) -> str:
-    """The text to sign. The first one served from `state` is kept in `state`/run.toml; a later one must mean the same.
+    """The text to sign: the first one served from `state`, kept in STATE/run.toml. `text` must mean the same.
 
     Clusters of one run must train by one spec, so a change needs a new run id and a new state directory.
     Raises StateError that names what differs.
@@ -47,8 +33,8 @@ def fix_spec(state: Path, text: str, spec: RunSpec) -> str:
     if differing:
         shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise StateError(
-            f"{state} serves run {parse_run(kept_text).run.id!r} by another spec: {shown}. The spec of a run is fixed: "
-            "give the changed one a new id and its own --state-dir."
+            f"{state} serves run {parse_run(kept_text).run.id!r} by another spec: {shown}. "
+            "The spec of a run is fixed: give the changed one a new id and its own --state-dir."
         )
     return kept_text
 

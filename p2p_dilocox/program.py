@@ -22,14 +22,13 @@ class Program(click.Group):
         except DilocoxError as error:
             if ctx.params.get("verbose"):
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
-            failure = click.ClickException(str(error))
-            failure.exit_code = error.exit_code
-            raise failure from error
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             ctx.exit(130)
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """`text` without control characters and at most `limit` long: what others send may not steer a terminal."""
+    """`text` without control characters, at most `limit` long: what others send may not steer a terminal."""
     clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: limit + 1])
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"

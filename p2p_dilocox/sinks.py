@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One line of JSON per event, appended and flushed at once: a killed program loses no line it reported."""
+    """One line of JSON per event, appended and flushed at once: a killed program loses none."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,15 +44,15 @@ class TensorBoardSink:
             raise StateError(
                 "TensorBoard is not installed: pip install 'p2p-dilocox[tensorboard]', or go without it."
             ) from error
-        self._writer = SummaryWriter(str(directory))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(directory))
         self._inner_steps = 0
 
     def write(self, event: Event) -> None:
         for name, value, step in self._scalars(event):
-            self._writer.add_scalar(name, value, step, walltime=event.time)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step, walltime=event.time)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
     def _scalars(self, event: Event) -> list[tuple[str, float, int]]:
         match event:
@@ -95,6 +95,10 @@ def read_events(path: Path) -> Iterator[Event]:
                 try:
                     yield event_from_dict(json.loads(line))
                 except (ValueError, KeyError, TypeError) as error:
-                    raise StateError(f"{path} line {number} is not an event ({error}): {line[:80]!r}") from error
+                    raise StateError(
+                        f"{path} line {number} is not an event ({error}): {line[:80]!r}"
+                    ) from error
     except OSError as error:
-        raise StateError(f"cannot read the events in {path}: {error.strerror}. Is it a state directory?") from error
+        raise StateError(
+            f"cannot read the events in {path}: {error.strerror}. Is it a state directory?"
+        ) from error

@@ -25,22 +25,32 @@ def validate(run_file: Path) -> None:
     """Check a run spec as a whole; print a summary, or every error."""
     from p2p_dilocox.runspec import load_run_file
 
-    from .summary import spec_table
+    from .summary import spec_summary
     from .view import console
 
-    console().print(spec_table(load_run_file(run_file)))
+    console().print(spec_summary(load_run_file(run_file)))
 
 
 @main.command()
 @click.argument("link", required=False)
-@click.option("--link-file", type=click.Path(path_type=Path, dir_okay=False), help="Read the link from a file.")
+@click.option(
+    "--link-file", type=click.Path(path_type=Path, dir_okay=False), help="Read the link from a file."
+)
 @click.option("--devices", metavar="cpu:2|cuda:0,1|auto", help="One process per device. Default: auto.")
 @click.option("--state-dir", type=STATE_DIR, help="Default: ~/.dilocox/<run id>.")
 @click.option("--name", help="What others see of this cluster. Default: cluster-<start of its id>.")
-@click.option("--listen", metavar="ADDR", help="Multiaddress to listen on; rank r takes port + r. Default: any port.")
-@click.option("--announce", metavar="ADDR", help="Multiaddress under which others reach it; rank r takes port + r.")
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads per process. Default: cores / processes.")
-@click.option("--cluster", "profile", metavar="PROFILE", help="A cluster profile (.toml) or a shipped one: cpu-2.")
+@click.option(
+    "--listen", metavar="ADDR", help="Multiaddress to listen on; rank r takes port + r. Default: any port."
+)
+@click.option(
+    "--announce", metavar="ADDR", help="Multiaddress under which others reach it; rank r takes port + r."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Torch threads per process. Default: cores / processes."
+)
+@click.option(
+    "--cluster", "profile", metavar="PROFILE", help="A cluster profile (.toml) or a shipped one: cpu-2."
+)
 def join(
     link: str | None,
     link_file: Path | None,
@@ -78,8 +88,8 @@ def leave(state_dir: Path, now: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(link: str | None, state_dir: Path | None, as_json: bool) -> None:
     """What a cluster of this machine is doing, or who is in the run of LINK."""
-    from .status import cluster_status, swarm_status, swarm_table
-    from .view import console, status_table
+    from .status import cluster_status, status_table, swarm_status, swarm_table
+    from .view import console
 
     if (link is None) == (state_dir is None):
         raise click.UsageError("give either a LINK or --state-dir.")
@@ -103,7 +113,9 @@ def export(state_dir: Path, out: Path) -> None:
 
 @main.command()
 @click.argument("state_dirs", metavar="STATE_DIR...", nargs=-1, required=True, type=STATE_DIR)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("loss.png"), show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("loss.png"), show_default=True
+)
 def plot(state_dirs: tuple[Path, ...], out: Path) -> None:
     """Draw loss, throughput and bytes of one or several clusters."""
     from p2p_dilocox.plot import load_curves, plot_curves

@@ -34,7 +34,7 @@ class Display(Protocol):
 
 
 class LiveDisplay:
-    """Redraws `view` a few times a second, from the caller's thread: no thread of its own to survive a fork."""
+    """Redraws `view` a few times a second, in the caller's thread: no other thread may live when we fork."""
 
     def __init__(self, console: Console, view: RenderableType) -> None:
         self._live = Live(view, console=console, auto_refresh=False, screen=False, vertical_overflow="crop")

@@ -27,7 +27,9 @@ def load_profile(name: str) -> Profile:
     """The profile in the file `name`, or the shipped one of that name. Raises SpecError."""
     path = Path(name) if name.endswith(".toml") else _SHIPPED / f"{name}.toml"
     if not name.endswith(".toml") and name not in shipped_profiles():
-        raise SpecError(f"no cluster profile {name!r}: give a .toml file or one of {', '.join(shipped_profiles())}.")
+        raise SpecError(
+            f"no cluster profile {name!r}: give a .toml file or one of {', '.join(shipped_profiles())}."
+        )
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

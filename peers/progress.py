@@ -1,5 +1,6 @@
 """What a cluster is doing, folded from the events of its ranks. Pure: no clock, no file, no process."""
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ _LOG_LINES = 50
 
 @dataclass(slots=True)
 class RoundTotals:
-    """The round of outer step t over all ranks of the cluster: bytes are summed, times are the slowest rank's."""
+    """The round of outer step t over all ranks of a cluster: sums of bytes, times of the slowest."""
 
     t: int
     members: list[str]
@@ -123,7 +124,7 @@ class Progress:
         return max(0.0, 1 - sum(self._waited.values()) / (self._end - self._start))
 
     def to_dict(self) -> dict[str, Any]:
-        """What `dilocox-peer status` shows; plain JSON values."""
+        """What `dilocox-peer status` shows; plain JSON values, null for what is unknown or not finite."""
         last = self.last_round
         return {
             "run_id": self.run_id,
@@ -138,8 +139,8 @@ class Progress:
             "committed": max(self.rounds, default=0),
             "h": self.h,
             "H": self.H,
-            "loss": self.loss,
-            "val_loss": self.val_loss,
+            "loss": _finite(self.loss),
+            "val_loss": _finite(self.val_loss),
             "lr": self.lr,
             "tokens_per_s": self.tokens_per_s,
             "members": last.members if last else [],
@@ -187,3 +188,7 @@ class Progress:
 
     def _wait(self, t: int, waited_s: float) -> None:
         self._waited[t] = max(self._waited.get(t, 0.0), waited_s)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The live view of a cluster, drawn from its Progress. Renderables only: display.py decides when they are shown."""
+"""The live view of a cluster, drawn from its Progress. display.py decides when it is shown."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,12 @@ from .progress import Progress, RoundTotals
 __all__ = ["ClusterView", "DemoView", "bytes_text", "console", "phase_line", "round_line", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_PHASE_STYLES = {"training": "bold green", "done": "bold green", "leaving": "bold yellow", "waiting": "bold yellow"}
+_PHASE_STYLES = {
+    "training": "bold green",
+    "done": "bold green",
+    "leaving": "bold yellow",
+    "waiting": "bold yellow",
+}
 _LABEL_WIDTH = 10
 _MAX_HEIGHT = 40
 
@@ -34,9 +39,13 @@ class ClusterView:
         p = self.progress
         inside = options.update(width=options.max_width - 4, height=None)
         figures = Group(_steps(p), Text(), _losses(p, inside.max_width), Text(), _figures(p))
-        height = min(options.height or console.height - 1, _MAX_HEIGHT) - 2  # the cursor keeps a line; borders
+        height = (
+            min(options.height or console.height - 1, _MAX_HEIGHT) - 2
+        )  # the cursor keeps a line; borders
         room = height - len(console.render_lines(figures, inside)) - 1
-        title = Text.assemble(("dilocox", "bold cyan"), "  run ", (p.run_id, "bold"), "  ", (p.phase, _style(p.phase)))
+        title = Text.assemble(
+            ("dilocox", "bold cyan"), "  run ", (p.run_id, "bold"), "  ", (p.phase, _style(p.phase))
+        )
         if p.detail:
             title.append(f"  {p.detail}", "dim")
         title.truncate(options.max_width - 8, overflow="ellipsis")
@@ -71,8 +80,8 @@ class DemoView:
         for p in self.clusters:
             last = p.last_round
             table.add_row(
-                Text(p.name, no_wrap=True), f"{p.t}.{p.h}", _number(p.loss), _number(p.val_loss), _count(p.tokens_per_s),
-                bytes_text(last.sent_bytes) if last else "-", _percent(p.utilisation),
+                Text(p.name, no_wrap=True), f"{p.t}.{p.h}", _number(p.loss), _number(p.val_loss),
+                _count(p.tokens_per_s), bytes_text(last.sent_bytes) if last else "-", _percent(p.utilisation),
             )  # fmt: skip
         losses = Table.grid(padding=(0, 1))
         width = options.max_width - 4 - _LABEL_WIDTH - 12
@@ -113,7 +122,7 @@ def bytes_text(count: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as blocks, scaled between their smallest and largest; others than numbers as a gap."""
+    """The last `width` values as blocks between their smallest and largest; a gap for what is not finite."""
     shown = list(values)[-max(width, 1) :]
     finite = [v for v in shown if v == v and abs(v) != float("inf")]
     if not finite:
@@ -129,7 +138,9 @@ def _steps(p: Progress) -> Table:
     grid.add_row(
         _label("recipe"), Text(f"{p.recipe}, {p.num_ranks} process{'' if p.num_ranks == 1 else 'es'}"), ""
     )
-    grid.add_row(_label("outer step"), _bar(max(p.rounds, default=0), p.outer_steps), f"{p.t} of {p.outer_steps}")
+    grid.add_row(
+        _label("outer step"), _bar(max(p.rounds, default=0), p.outer_steps), f"{p.t} of {p.outer_steps}"
+    )
     grid.add_row(_label("inner step"), _bar(p.h, p.H), f"{p.h} of {p.H}")
     return grid
 
@@ -137,9 +148,15 @@ def _steps(p: Progress) -> Table:
 def _losses(p: Progress, width: int) -> Table:
     grid = Table.grid(padding=(0, 1))
     room = width - _LABEL_WIDTH - 10
-    grid.add_row(_label("loss"), Text(_number(p.loss), "bold yellow"), Text(sparkline(p.losses, room), "yellow"))
+    grid.add_row(
+        _label("loss"), Text(_number(p.loss), "bold yellow"), Text(sparkline(p.losses, room), "yellow")
+    )
     values = [p.val_losses[t] for t in sorted(p.val_losses)]
-    grid.add_row(_label("val loss"), Text(_number(p.val_loss), "bold magenta"), Text(sparkline(values, room), "magenta"))
+    grid.add_row(
+        _label("val loss"),
+        Text(_number(p.val_loss), "bold magenta"),
+        Text(sparkline(values, room), "magenta"),
+    )
     return grid
 
 
@@ -152,7 +169,9 @@ def _figures(p: Progress) -> Table:
     )
     sent, received = (last.sent_bytes, last.received_bytes) if last else (0, 0)
     grid.add_row(_label("last round"), f"{bytes_text(sent)} sent   {bytes_text(received)} received")
-    grid.add_row(_label("total"), f"{bytes_text(p.sent_bytes)} sent   {bytes_text(p.received_bytes)} received")
+    grid.add_row(
+        _label("total"), f"{bytes_text(p.sent_bytes)} sent   {bytes_text(p.received_bytes)} received"
+    )
     hidden = f"   {last.hidden:.0%} of {last.seconds:.1f} s hidden" if last else ""
     grid.add_row(_label("settings"), f"lowrank {last.lowrank if last else '-'}   H {p.H or '-'}{hidden}")
     grid.add_row(_label("group"), _members(p))
@@ -165,13 +184,17 @@ def _members(p: Progress) -> Text:
         return Text("no round yet", "dim")
     names = [f"{member[:8]} (this one)" if member == p.cluster_id else member[:8] for member in last.members]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return Text(f"{len(names)} in round {last.t}: {', '.join(names[:5])}{more}", no_wrap=True, overflow="ellipsis")
+    return Text(
+        f"{len(names)} in round {last.t}: {', '.join(names[:5])}{more}", no_wrap=True, overflow="ellipsis"
+    )
 
 
 def _log_lines(log: Iterable[tuple[float, str]], count: int) -> list[RenderableType]:
     lines = list(log)[-count:] if count > 0 else []
     return [
-        Text.assemble((time.strftime("%H:%M:%S ", time.localtime(when)), "dim"), line, no_wrap=True, overflow="ellipsis")
+        Text.assemble(
+            (time.strftime("%H:%M:%S ", time.localtime(when)), "dim"), line, no_wrap=True, overflow="ellipsis"
+        )
         for when, line in lines
     ]
 

@@ -1,0 +1,106 @@
+"""Loss, throughput and bytes of the clusters of a run as one PNG, drawn from their events."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from p2p_dilocox.errors import StateError
+from p2p_dilocox.events import Evaluated, InnerStep, RoundCommitted
+from p2p_dilocox.sinks import read_events
+
+__all__ = ["Curves", "load_curves", "plot_curves"]
+
+
+@dataclass(slots=True)
+class Curves:
+    """One cluster's figures. Outer step t ends at t on the x axis; inner step h of it is at t - 1 + h / H."""
+
+    name: str
+    loss: list[tuple[float, float]] = field(default_factory=list)
+    val_loss: list[tuple[float, float]] = field(default_factory=list)
+    tokens_per_s: list[tuple[float, float]] = field(default_factory=list)
+    """Per outer step: all tokens over all seconds of its inner steps."""
+    sent_bytes: list[tuple[float, float]] = field(default_factory=list)
+    """Per outer step, summed over the cluster's ranks."""
+
+
+def load_curves(state: Path) -> Curves:
+    """The curves in the state directory of a cluster. Raises StateError if there are none."""
+    curves = Curves(name=state.name)
+    seen: set[tuple[int, int]] = set()
+    work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    sent: dict[int, int] = defaultdict(int)
+    for event in read_events(state / "events.jsonl"):
+        match event:
+            case InnerStep() if (event.t, event.h) not in seen:  # several ranks may report it
+                seen.add((event.t, event.h))
+                curves.loss.append((event.t - 1 + event.h / event.H, event.loss))
+                work[event.t][0] += event.tokens
+                work[event.t][1] += event.seconds
+            case RoundCommitted():
+                sent[event.t] += event.sent_bytes
+            case Evaluated():
+                curves.val_loss.append((event.t, event.val_loss))
+    if not curves.loss and not curves.val_loss:
+        raise StateError(f"{state} has no losses yet: wait for the first inner step.")
+    curves.tokens_per_s = [
+        (t, tokens / seconds) for t, (tokens, seconds) in sorted(work.items()) if seconds > 0
+    ]
+    curves.sent_bytes = sorted(sent.items())
+    return curves
+
+
+def plot_curves(
+    clusters: Sequence[Curves],
+    out: Path,
+    *,
+    unigram_loss: float | None = None,
+    fp16_bytes: float | None = None,
+) -> None:
+    """Write a PNG of 1500 x 450 points to `out`.
+
+    unigram_loss: a baseline (nats per token) for the loss panel.
+    fp16_bytes: what averaging the same parameters in fp16 would send per outer step.
+    Raises StateError if matplotlib is missing or `out` cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise StateError("drawing needs matplotlib: pip install 'p2p-dilocox[plot]'.") from error
+    figure = Figure(figsize=(15, 4.5), dpi=100, layout="constrained")
+    loss, speed, traffic = figure.subplots(1, 3)
+    for number, curves in enumerate(clusters):
+        colour = f"C{number}"
+        loss.plot(*_xy(curves.loss), color=colour, alpha=0.3, linewidth=1)
+        loss.plot(
+            *_xy(curves.val_loss), color=colour, marker="o", markersize=3, label=f"{curves.name}, validation"
+        )
+        speed.plot(*_xy(curves.tokens_per_s), color=colour, marker="o", markersize=3, label=curves.name)
+        traffic.plot(*_xy(curves.sent_bytes), color=colour, marker="o", markersize=3, label=curves.name)
+    if unigram_loss is not None:
+        loss.axhline(unigram_loss, color="grey", linestyle="--", linewidth=1, label="unigram baseline")
+    if fp16_bytes is not None:
+        traffic.axhline(fp16_bytes, color="grey", linestyle="--", linewidth=1, label="fp16 averaging")
+        traffic.set_yscale("log")
+    else:
+        traffic.set_ylim(bottom=0)
+    speed.set_ylim(bottom=0)
+    for panel, title in (
+        (loss, "loss (nats per token)"),
+        (speed, "tokens/s"),
+        (traffic, "bytes sent per outer step"),
+    ):
+        panel.set_title(title)
+        panel.set_xlabel("outer step")
+        panel.grid(alpha=0.3)
+        panel.legend()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, format="png")
+    except OSError as error:
+        raise StateError(f"cannot write the plot {out}: {error.strerror}") from error
+
+
+def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

@@ -1,0 +1,51 @@
+"""Ports of multiaddresses: whether one can be taken, and the ones that belong to the ranks of a cluster."""
+
+import errno
+import re
+import socket
+
+from p2p_dilocox.errors import LinkError
+
+__all__ = ["check_port", "shift_port"]
+
+_TCP = re.compile(r"/ip[46]/([^/]+)/tcp/([0-9]+)")
+_PORT = re.compile(r"(?<=/)(tcp|udp)/([0-9]+)")
+
+
+def check_port(maddr: str) -> None:
+    """Take the TCP port of a valid `maddr` for a moment; LinkError that says why it cannot be listened on.
+
+    p2pd would fail too, but seconds later and in its own words. Addresses without an IP and a TCP port pass.
+    """
+    match = _TCP.match(maddr)
+    if match is None:
+        return
+    host, port = match[1], int(match[2])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            reasons = {
+                errno.EADDRINUSE: f"port {port} is in use. End its program or choose another port",
+                errno.EACCES: f"port {port} is reserved for root. Choose one of 1024 to 65535",
+                errno.EADDRNOTAVAIL: f"{host} is not an address of this machine. 0.0.0.0 means all of them",
+            }
+            reason = reasons.get(error.errno or 0, f"{error.strerror}. Choose another address")
+            raise LinkError(f"cannot listen on {maddr}: {reason}.") from error
+
+
+def shift_port(maddr: str, by: int) -> str:
+    """The address of rank `by`, given rank 0's: its ports plus `by`. Port 0 stays 0, any free port."""
+
+    def shifted(match: re.Match[str]) -> str:
+        port = int(match[2])
+        if port + by > 65535:
+            raise LinkError(
+                f"address {maddr!r}: rank {by} would need port {port + by}; the highest is 65535."
+            )
+        return f"{match[1]}/{port + by if port else 0}"
+
+    return _PORT.sub(shifted, maddr)

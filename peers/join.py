@@ -1,0 +1,186 @@
+"""Join a run: fetch and check its spec, prepare the state directory, and hand over to the supervisor."""
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2p_dilocox.errors import LinkError, SpecError, StateError, UnreachableError
+from p2p_dilocox.ports import check_port, shift_port
+from p2p_dilocox.runspec import RunSpec, parse_run
+from p2p_dilocox.state_dir import locked_state_dir, write_atomic
+from p2p_dilocox.swarm.identity import SigningKey
+from p2p_dilocox.swarm.link import JoinLink, check_maddr
+from p2p_dilocox.swarm.node import Node
+
+from .devices import parse_devices
+from .display import Display, LiveDisplay, PlainDisplay
+from .profile import Profile, load_profile
+from .progress import Progress
+from .supervisor import Supervisor
+from .view import ClusterView, console
+
+__all__ = ["JoinOptions", "join_run", "read_link"]
+
+_FETCH_S = 30.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinOptions:
+    """What is local to a machine. None: from the profile, or the default."""
+
+    link: JoinLink
+    state_dir: Path | None = None
+    name: str | None = None
+    profile: str | None = None
+    devices: str | None = None
+    threads: int | None = None
+    listen: str | None = None
+    announce: str | None = None
+
+
+def read_link(text: str | None, file: Path | None) -> JoinLink:
+    """The join link from the command line or from a file. Raises LinkError."""
+    if (text is None) == (file is None):
+        raise LinkError("give the join link once: as LINK or with --link-file.")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LinkError(f"cannot read a join link from {file}: {error}") from error
+    return JoinLink.parse(text or "")
+
+
+def join_run(options: JoinOptions) -> int:
+    """Train until the run is complete, the cluster is told to leave, or a signal. Returns the exit code.
+
+    0: complete or left; 128 + n: signal n. Raises DilocoxError otherwise, see errors.py.
+    """
+    link = options.link
+    profile = load_profile(options.profile) if options.profile else Profile()
+    listen = check_maddr(options.listen or profile.listen)
+    announce = options.announce or profile.announce
+    if announce is not None:
+        check_maddr(announce, announce=True)
+    if options.name is not None and not _NAME.fullmatch(options.name):
+        raise SpecError(f"name {options.name!r}: must be 1 to 32 of letters, digits, '.', '_' and '-'.")
+    with locked_state_dir(options.state_dir or Path.home() / ".dilocox" / link.run_id) as state:
+        key = SigningKey.load_or_create(state / "cluster.key")
+        text = asyncio.run(_fetch(link))
+        spec = _keep_spec(state, text, link)
+        devices = parse_devices(options.devices or profile.devices, spec.model.stages)
+        threads = options.threads or profile.threads or max(1, _cores() // len(devices))
+        name = options.name or f"cluster-{key.cluster_id[:6]}"
+        rendezvous = _fresh_rendezvous(state)
+        workers: list[dict[str, Any]] = [
+            {
+                "rank": rank,
+                "num_ranks": len(devices),
+                "device": device,
+                "threads": threads,
+                "state_dir": str(state),
+                "link": str(link),
+                "rendezvous": f"file://{rendezvous}",
+                "run_text": text,
+                "name": name,
+                "listen": shift_port(listen, rank),
+                "announce": shift_port(announce, rank) if announce else None,
+            }
+            for rank, device in enumerate(devices)
+        ]
+        for worker in workers:
+            check_port(worker["listen"])
+        progress = Progress(
+            run_id=link.run_id,
+            cluster_id=key.cluster_id,
+            name=name,
+            recipe=spec.run.recipe,
+            num_ranks=len(devices),
+            outer_steps=spec.run.outer_steps,
+        )
+        display = _open_display(progress)
+        try:
+            display.say(
+                f"cluster {name} {key.cluster_id} in run {link.run_id}: "
+                f"{', '.join(devices)}; state in {state}"
+            )
+            leave_s = (
+                2 * spec.deadlines.round_s
+            )  # the round in flight, and as long again for the inner step and the save
+            outcome = Supervisor(state, workers, progress, display, leave_s=leave_s).run()
+            display.say(f"{outcome.reason} at outer step {max(progress.rounds, default=0)}")
+        finally:
+            display.close()
+            rendezvous.unlink(missing_ok=True)
+        return outcome.exit_code
+
+
+async def _fetch(link: JoinLink) -> str:
+    """The run's spec as text, signed by the organiser of the link. A client only: nothing listens yet."""
+    task = asyncio.current_task()
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        if task is not None:
+            task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await asyncio.wait_for(_fetch_spec(link), _FETCH_S)
+    except TimeoutError as error:
+        raise UnreachableError(f"no run spec from the peers of the link within {_FETCH_S:.0f} s.") from error
+    except asyncio.CancelledError:
+        if terminated:
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
+
+
+async def _fetch_spec(link: JoinLink) -> str:
+    node = await Node.start(
+        run_id=link.run_id, organiser=link.organiser, initial_peers=link.peers, client_mode=True
+    )
+    try:
+        signed = await node.fetch_run()
+    finally:
+        await node.close()
+    return signed.verify(link.organiser)
+
+
+def _keep_spec(state: Path, text: str, link: JoinLink) -> RunSpec:
+    """The parsed spec; its text is kept in STATE/run.toml and must not change between starts."""
+    spec = parse_run(text, name=f"run.toml of {link.run_id}")
+    if spec.run.id != link.run_id:
+        raise SpecError(
+            f"the link is for run {link.run_id!r}, the spec behind it is for {spec.run.id!r}. "
+            "Ask for a new link."
+        )
+    kept = state / "run.toml"
+    if kept.exists() and kept.read_text(encoding="utf-8") != text:
+        raise StateError(
+            f"{state} belongs to another run or to an older spec of it. Give another --state-dir."
+        )
+    write_atomic(kept, text)
+    return spec
+
+
+def _fresh_rendezvous(state: Path) -> Path:
+    """A file that does not exist: torch's file store reads what an earlier start left in an old one."""
+    for old in state.glob("rendezvous-*"):
+        old.unlink(missing_ok=True)
+    return state / f"rendezvous-{secrets.token_hex(8)}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _open_display(progress: Progress) -> Display:
+    screen = console()
+    return LiveDisplay(screen, ClusterView(progress)) if screen.is_terminal else PlainDisplay()

@@ -1,0 +1,275 @@
+"""What a rank is made of, in the order in which it must be made."""
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from p2p_dilocox.averaging.coded import stage_layout
+from p2p_dilocox.averaging.deadlines import Timeouts
+from p2p_dilocox.averaging.joining import Plan, download, make_plan
+from p2p_dilocox.averaging.lead import CALL_FAILED, Lead, Progress
+from p2p_dilocox.averaging.round import Rounds, codec_thread
+from p2p_dilocox.averaging.service import Service
+from p2p_dilocox.averaging.snapshot import write_snapshot
+from p2p_dilocox.checkpoint.store import CheckpointStore, load_rank, newest
+from p2p_dilocox.data import Batches, load_tokens
+from p2p_dilocox.errors import ClusterError
+from p2p_dilocox.events import Event, Finished, Phase, Warned
+from p2p_dilocox.history import History
+from p2p_dilocox.inner import InnerOptimizer
+from p2p_dilocox.lineage import genesis
+from p2p_dilocox.outer import OuterState
+from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers, stages_of_rank
+from p2p_dilocox.runspec import RunSpec, parse_run, total_inner_steps
+from p2p_dilocox.sinks import TensorBoardSink
+from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
+from p2p_dilocox.swarm.link import JoinLink
+from p2p_dilocox.swarm.loop import NetworkThread
+from p2p_dilocox.swarm.messages import RankAddress, unpack
+from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.signed import spec_digest
+from p2p_dilocox.trainer import Leave, Rank, Wish, evaluate, parameter_digests, train
+
+__all__ = ["run_rank"]
+
+_NETWORK_S = 60.0  # start, fetch, publish: each with its own deadlines inside, this one is the last resort
+_DOWNLOADS = 5
+_LOG = logging.getLogger(__name__)
+
+
+def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish) -> None:
+    """Join the run as one rank and train until the run is complete or `wish` says leave. Raises DilocoxError."""
+    index, num_ranks, state = int(config["rank"]), int(config["num_ranks"]), Path(config["state_dir"])
+    spec, link = parse_run(config["run_text"]), JoinLink.parse(config["link"])
+    torch.set_num_threads(config["threads"])
+    device = torch.device(config["device"])
+    say = partial(_say, report, index)
+
+    with contextlib.ExitStack() as stack:
+        say("connecting", f"{len(link.peers)} addresses in the link")
+        network = NetworkThread()
+        stack.callback(network.close)
+        identity = state / f"rank{index}.key"
+        ensure_libp2p_identity(identity)
+        node = network.call(
+            Node.start(
+                run_id=link.run_id,
+                organiser=link.organiser,
+                initial_peers=link.peers,
+                host_maddrs=[config["listen"]],
+                announce_maddrs=[config["announce"]] if config["announce"] else [],
+                identity_path=identity,
+            ),
+            _NETWORK_S,
+        )
+        stack.callback(lambda: network.call(node.close(), 5.0))
+
+        say("starting", "model and data")
+        if num_ranks > 1:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=config["rendezvous"],
+                rank=index,
+                world_size=num_ranks,
+                timeout=datetime.timedelta(seconds=max(120.0, 4 * spec.deadlines.round_s)),
+            )
+            stack.callback(dist.destroy_process_group)
+        rank, lead = _build(spec, config, device, node, network, link, report, wish, stack)
+        if lead is not None:
+            stack.callback(lambda: _quietly(network, lead.close()))
+        try:
+            _enter_run(spec, rank, lead, network, say)
+            complete = _train(spec, rank, say)
+        except Leave:
+            complete = False
+        if complete and lead is not None:
+            say("leaving", "staying for clusters that are not done")
+            _quietly(network, lead.linger(spec.run.outer_steps))
+        reason = "complete" if complete else "left"
+        report(Finished(rank=index, t=rank.outer.t, reason=reason, parameter_digests=parameter_digests(rank)))
+
+
+def _build(
+    spec: RunSpec,
+    config: dict[str, Any],
+    device: torch.device,
+    node: Node,
+    network: NetworkThread,
+    link: JoinLink,
+    report: Callable[[Event], None],
+    wish: Wish,
+    stack: contextlib.ExitStack,
+) -> tuple[Rank, Lead | None]:
+    index, num_ranks, state = int(config["rank"]), int(config["num_ranks"]), Path(config["state_dir"])
+    key = SigningKey.load_or_create(state / "cluster.key")
+    digest = spec_digest(config["run_text"])
+    timeouts = Timeouts(spec.deadlines.round_s)
+
+    model_config = config_from_spec(spec.model)
+    cuts = cut_layers(model_config, spec.model.stages, spec.model.cut)
+    held = stages_of_rank(spec.model.stages, num_ranks, index)
+    span = build_span(model_config, held[0], held[-1], cuts, seed=spec.run.seed, device=device)
+    pipeline = Pipeline(spec, span, index, num_ranks, device)
+    batches = Batches(load_tokens(spec, state / "tokens"), spec, key.cluster_id)
+
+    names = {s: [n for n, stage in pipeline.stage_of.items() if stage == s] for s in held}
+    dense = pipeline.embedding_names
+    outer = OuterState(spec, pipeline.parameters, dense, genesis(digest))
+    layouts = {s: stage_layout(outer, names[s], dense) for s in held}
+    lock, progress, codec = threading.Lock(), Progress(lineage=outer.lineage), codec_thread()
+    stack.callback(codec.shutdown, wait=False, cancel_futures=True)
+
+    def snapshot_of(stage: int) -> bytes:
+        with lock:
+            return write_snapshot(outer, names[stage])
+
+    service = Service(
+        node,
+        patience_s=timeouts.round_s,
+        average_of=lambda t, stage: rounds.average_of(t, stage),
+        snapshot_of=snapshot_of,
+    )
+    maddrs = network.call(node.maddrs(), _NETWORK_S)
+    address = RankAddress(peer=node.peer_id, maddrs=maddrs[:16], first_stage=held[0], last_stage=held[-1])
+    addresses = [unpack(a, RankAddress) for a in pipeline.gather(address.pack())]
+    for other in addresses:
+        if other.peer != node.peer_id:
+            network.call(node.connect(other.peer, other.maddrs), _NETWORK_S)
+    lead = None
+    if index == 0:
+        lead = Lead(
+            node=node, service=service, key=key, name=config["name"], ranks=addresses,
+            signed=network.call(node.fetch_run(), _NETWORK_S), spec_digest=digest, num_stages=spec.model.stages,
+            min_clusters=spec.run.min_clusters, timeouts=timeouts, progress=progress,
+            result_after=lambda t: rounds.result_after(t),
+        )  # fmt: skip
+        service.desk = lead
+    rounds = Rounds(
+        loop=network.loop, service=service, outer=outer, layouts=layouts, me=key.cluster_id, lead=lead,
+        lead_peer=addresses[0].peer, progress=progress, timeouts=timeouts, codec=codec,
+    )  # fmt: skip
+    network.call(service.start(), _NETWORK_S)
+    if lead is not None:
+        network.call(lead.start(), _NETWORK_S)
+    pipeline.barrier()  # every rank answers now
+
+    if index == 0:
+        board = TensorBoardSink(state / "tensorboard")
+        stack.callback(board.close)
+        forward, report = report, lambda event: (forward(event), board.write(event))[0]
+    history = History(state / "history" / f"rank{index}.jsonl", spec.run.id, key.cluster_id, held)
+    stack.callback(history.close)
+    rank = Rank(
+        index=index, cluster_id=key.cluster_id, pipeline=pipeline,
+        inner=InnerOptimizer(pipeline.all_parameters, spec.inner, total_inner_steps(spec)),
+        outer=outer, rounds=rounds, batches=batches, progress=progress, history=history,
+        checkpoints=CheckpointStore(state / "checkpoints", digest, spec.checkpoint.keep),
+        wish=wish, report=report, lock=lock,
+    )  # fmt: skip
+    saved = newest(state / "checkpoints", digest)
+    if saved is not None:
+        load_rank(saved, rank)
+        progress.move_to(outer.t, outer)
+        _say(report, index, "starting", f"resumed outer step {outer.t}, inner step {rank.h} from {saved.path.name}")
+    return rank, lead
+
+
+def _enter_run(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThread, say: Callable[[str, str], None]) -> None:
+    """Wait for enough clusters, or fetch the state of one that is further; then the cluster counts as training."""
+    waiting_since = time.monotonic()
+    for _ in range(_DOWNLOADS):
+        plan = _next_plan(spec, rank, lead, network)
+        while plan.action == "wait":
+            say("waiting", f"{plan.detail}, {time.monotonic() - waiting_since:.0f} s")
+            time.sleep(0.5)
+            plan = _next_plan(spec, rank, lead, network)
+        if plan.action == "leave":
+            raise Leave(now=True)
+        if plan.action == "start":
+            break
+        _download(spec, rank, plan, network, say)
+    else:
+        raise ClusterError(f"{_DOWNLOADS} downloads, and the swarm was ahead each time: is this link fast enough for the run?")
+    standing = plan.standing
+    if standing is not None and standing.t >= rank.t - 1 + (rank.h > 0):
+        # Start where the others are, in the same outer step and about as far in it.
+        rank.t, rank.h = standing.t + 1, min(standing.h, spec.inner.H - 1)
+        if standing.in_flight > standing.t:
+            rank.pending, rank.t = rank.rounds.follow(standing.in_flight), standing.in_flight + 1
+    rank.progress.h, rank.progress.state = rank.h, "training"
+    if rank.outer.t == 0:
+        evaluate(spec, rank)
+
+
+def _next_plan(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThread) -> Plan:
+    packed = b""
+    if lead is not None:
+        plan = Plan(action="leave") if rank.wish.value else network.call(
+            make_plan(lead, rank.outer, spec.run.min_clusters), _NETWORK_S
+        )  # fmt: skip
+        packed = plan.pack()
+    return unpack(rank.pipeline.broadcast(packed), Plan)
+
+
+def _download(spec: RunSpec, rank: Rank, plan: Plan, network: NetworkThread, say: Callable[[str, str], None]) -> None:
+    """Try one donor. All ranks must get the same outer step of the same history, else none keeps what it has."""
+    last = [0.0]
+
+    def show(fraction: float) -> None:
+        if fraction - last[0] > 0.05 or fraction == 1.0:
+            last[0] = fraction
+            say("downloading", f"outer step {plan.standing.t if plan.standing else 0}, {fraction:.0%} from {plan.detail}")
+
+    stage_of = rank.pipeline.stage_of
+    names = {s: [n for n in stage_of if stage_of[n] == s] for s in sorted(set(stage_of.values()))}
+    service, timeouts = rank.rounds.service, Timeouts(spec.deadlines.round_s)
+    snapshots, places = [], ""
+    try:
+        body = download(service, rank.outer, names, plan.donor, timeouts, show)
+        snapshots = network.call(body, 20 * spec.deadlines.round_s)
+        places = ",".join(sorted({f"{s.t} {s.lineage}" for s in snapshots}))
+    except (*CALL_FAILED, asyncio.CancelledError) as error:
+        _LOG.warning("download from %s failed: %s", plan.detail, error)
+        rank.report(Warned(rank=rank.index, message=f"download from {plan.detail} failed: {error}"))
+    everywhere = {p.decode() for p in rank.pipeline.gather(places.encode())}
+    if len(everywhere) == 1 and places and "," not in places:
+        with rank.lock, torch.no_grad():
+            for snapshot in snapshots:
+                snapshot.load_into(rank.outer)
+            for name, parameter in rank.pipeline.parameters.items():
+                parameter.copy_(rank.outer.anchor[name])
+        rank.pipeline.sync_tied_()
+        rank.landed, rank.unsent_tokens = False, 0
+        rank.progress.move_to(rank.outer.t, rank.outer)
+        rank.t, rank.h = rank.outer.t + 1, 0
+
+
+def _train(spec: RunSpec, rank: Rank, say: Callable[[str, str], None]) -> bool:
+    say("training", "")
+    complete = train(spec, rank)
+    if complete:
+        say("draining", "final evaluation and checkpoint")
+        evaluate(spec, rank)
+    if complete or rank.wish.value == Wish.LEAVE:
+        rank.checkpoints.save(rank)
+    return complete
+
+
+def _say(report: Callable[[Event], None], index: int, name: str, detail: str) -> None:
+    report(Phase(rank=index, name=name, detail=detail))
+
+
+def _quietly(network: NetworkThread, body: Any) -> None:
+    """At the end, when others may be gone already: nothing that fails here may hide how the run ended."""
+    with contextlib.suppress(*CALL_FAILED, TimeoutError):
+        network.call(body, 15.0)

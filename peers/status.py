@@ -1,0 +1,112 @@
+"""What a cluster of this machine is doing, and who is in a run."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from p2p_dilocox.errors import StateError, UnreachableError
+from p2p_dilocox.program import printable
+from p2p_dilocox.swarm.link import JoinLink
+from p2p_dilocox.swarm.node import Node
+
+from .control import SOCKET_NAME, ask
+from .view import bytes_text
+
+__all__ = ["cluster_status", "status_table", "swarm_status", "swarm_table"]
+
+_LOOK_S = 30.0
+
+
+def cluster_status(state: Path) -> dict[str, Any]:
+    """What the supervisor in `state` answers, or what the last one left behind, with "running": false."""
+    if (state / SOCKET_NAME).exists():
+        try:
+            return {**ask(state, {"command": "status"}), "running": True}
+        except StateError:
+            pass  # the supervisor was killed; its last report is still there
+    try:
+        return {**json.loads((state / "status.json").read_text(encoding="utf-8")), "running": False}
+    except (OSError, ValueError) as error:
+        raise StateError(
+            f"{state} has no status of a cluster. Is it the --state-dir of a dilocox-peer join?"
+        ) from error
+
+
+def status_table(record: dict[str, Any]) -> Table:
+    """`record` as cluster_status returns it: one line per figure, unknown ones as "-"."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("cluster", f"{record['name']}  {record['cluster_id']}")
+    table.add_row("run", f"{record['run_id']}, recipe {record['recipe']}, {record['ranks']} processes")
+    running = f"running as process {record['pid']}" if record["running"] else "not running"
+    table.add_row("state", f"{record['phase']} {record['detail']}".strip() + f", {running}")
+    table.add_row("outer step", f"{record['t']} of {record['outer_steps']}, {record['committed']} committed")
+    table.add_row("inner step", f"{record['h']} of {record['H']}")
+    table.add_row(
+        "loss", f"{_figure(record['loss'], '.3f')}   validation {_figure(record['val_loss'], '.3f')}"
+    )
+    table.add_row(
+        "speed",
+        f"{_figure(record['tokens_per_s'], ',.0f')} tokens/s, "
+        f"utilisation {_figure(record['utilisation'], '.0%')}",
+    )
+    table.add_row(
+        "bytes", f"{bytes_text(record['sent_bytes'])} sent, {bytes_text(record['received_bytes'])} received"
+    )
+    table.add_row("group", ", ".join(record["members"]) or "-")
+    return table
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def swarm_status(text: str) -> list[dict[str, Any]]:
+    """The clusters of the run behind a join link, by id. Raises LinkError or UnreachableError."""
+    link = JoinLink.parse(text)
+    try:
+        return asyncio.run(asyncio.wait_for(_look(link), _LOOK_S))
+    except TimeoutError as error:
+        raise UnreachableError(
+            f"no list of clusters from the peers of the link within {_LOOK_S:.0f} s."
+        ) from error
+
+
+async def _look(link: JoinLink) -> list[dict[str, Any]]:
+    node = await Node.start(
+        run_id=link.run_id, organiser=link.organiser, initial_peers=link.peers, client_mode=True
+    )
+    try:
+        clusters = await node.clusters()
+    finally:
+        await node.close()
+    return [
+        {
+            "cluster_id": cluster_id,
+            "name": presence.name,
+            "state": presence.state,
+            "processes": len(presence.ranks),
+            "t": presence.t,
+            "h": presence.h,
+            "loss": presence.loss,
+            "tokens_per_s": presence.tokens_per_s,
+            "tokens": presence.tokens,
+        }
+        for cluster_id, presence in sorted(clusters.items())
+    ]
+
+
+def swarm_table(clusters: list[dict[str, Any]]) -> Table:
+    table = Table(border_style="cyan", title=f"{len(clusters)} clusters", title_justify="left")
+    table.add_column("cluster")
+    table.add_column("name")
+    for name in ("state", "processes", "outer step", "loss", "tokens/s", "tokens"):
+        table.add_column(name, justify="right")
+    for c in clusters:
+        table.add_row(
+            c["cluster_id"], printable(c["name"], 32), c["state"], str(c["processes"]), f"{c['t']}+{c['h']}",
+            f"{c['loss']:.3f}", f"{c['tokens_per_s']:,.0f}", f"{c['tokens']:,}",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,80 @@
+"""One rank of a cluster, as a process: network first, then process group, model, data, state; then train.
+
+Started by the supervisor: `python -m p2p_dilocox.peers.worker --config FILE --fd N`. Over the socket N it writes its events
+and reads commands, both as lines of JSON.
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from p2p_dilocox.errors import ClusterError, DilocoxError
+from p2p_dilocox.events import Event, Phase, Warned
+from p2p_dilocox.swarm.process import die_with_parent
+
+__all__ = ["main"]
+
+
+
+class _Channel:
+    """Events to the supervisor, its commands to us. If the supervisor is gone, so are we."""
+
+    def __init__(self, descriptor: int) -> None:
+        from p2p_dilocox.trainer import Wish
+
+        self.wish = Wish()
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+
+    def report(self, event: Event) -> None:
+        line = json.dumps(event.to_dict()).encode() + b"\n"
+        with self._lock:
+            self._socket.sendall(line)
+
+    def _listen(self) -> None:
+        with self._socket.makefile("rb") as lines:
+            for line in lines:
+                command = json.loads(line)
+                if command.get("command") == "leave":
+                    self.wish.value = self.wish.LEAVE_NOW if command.get("now") else max(self.wish.value, self.wish.LEAVE)
+        os._exit(1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 if the run is complete or the cluster left, else the exit code of the error (errors.py)."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the supervisor, which tells us
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--fd", type=int, required=True)
+    options = parser.parse_args(arguments)
+    config: dict[str, Any] = json.loads(options.config.read_text())
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    channel = _Channel(options.fd)
+    channel.report(Phase(rank=config["rank"], name="starting", detail="loading libraries"))
+    from .rank import run_rank  # torch and transformers take seconds; the view should not be empty meanwhile
+
+    try:
+        run_rank(config, channel.report, channel.wish)
+    except DilocoxError as error:
+        if channel.wish.value == channel.wish.LEAVE_NOW and isinstance(error, ClusterError):
+            return 0  # another rank was quicker to leave
+        logging.exception("rank %s ends", config["rank"])
+        channel.report(Warned(rank=config["rank"], message=str(error)))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)  # library threads (gloo, executors) must not keep a rank that is done
