@@ -15,8 +15,8 @@ Finding = tuple[str, str]
 """The key to blame, as "table.key", and the sentence that follows `key = value, `."""
 
 STABLE_PAPER_LR = ((0.0, 0.98), (0.3, 0.70), (0.5, 0.56), (0.7, 0.40), (0.8, 0.34), (0.9, 0.24))
-"""(momentum, largest stable outer lr) of Algorithm 2 to the letter: linear model of one delayed outer step whose local
-movement starts from the anchor again, largest over all contraction rates of local training."""
+"""(momentum, largest stable outer lr) of Algorithm 2 to the letter: linear model of one delayed outer step
+whose local movement starts from the anchor again, largest over all contraction rates of local training."""
 
 
 def _microbatches(spec: RunSpec) -> Iterator[Finding]:
@@ -61,8 +61,8 @@ def _one_model(spec: RunSpec) -> Iterator[Finding]:
 
 
 def _model(spec: RunSpec) -> Iterator[Finding]:
-    """Cut, sequence length and vocabulary against the config. A model.path that is not on this machine is left to
-    warnings_for: the machine that signs a run need not be one that trains."""
+    """Cut, sequence length and vocabulary against the config. A model.path that is not on this machine is
+    left to warnings_for: the machine that signs a run need not be one that trains."""
     model = spec.model
     if bool(model.config) == bool(model.path) or (model.path and not _has_config(model.path)):
         return
@@ -119,13 +119,14 @@ def warnings_for(spec: RunSpec) -> list[str]:
         limit = stable_paper_lr(spec.outer.momentum)
         if spec.outer.lr > limit:
             found.append(
-                f"outer.lr = {spec.outer.lr:g} with momentum {spec.outer.momentum:g} is above {limit:.2f}, the largest "
-                'that is stable with overlap.mode = "paper": the loss will probably diverge. mode = "arrival" takes 0.7'
+                f"outer.lr = {spec.outer.lr:g} with momentum {spec.outer.momentum:g} is above {limit:.2f}, "
+                'the largest that is stable with overlap.mode = "paper": the loss will probably diverge. '
+                'mode = "arrival" takes 0.7'
             )
     if spec.model.path and not _has_config(spec.model.path):
         found.append(
-            f"model.path = {json.dumps(spec.model.path)} has no config.json on this machine: stages, cut, seq_len and "
-            "tokenizer were not checked against the model"
+            f"model.path = {json.dumps(spec.model.path)} has no config.json on this machine: stages, cut, "
+            "seq_len and tokenizer were not checked against the model"
         )
     elif spec.data.tokenizer != EMBEDDED_TOKENIZER:
         try:
@@ -136,8 +137,8 @@ def warnings_for(spec: RunSpec) -> list[str]:
 
 
 def stable_paper_lr(momentum: float) -> float:
-    """Largest stable outer lr of overlap `paper`; straight lines between the points of STABLE_PAPER_LR, and on to 0 at
-    momentum 1."""
+    """Largest stable outer lr of overlap `paper`; straight lines between the points of STABLE_PAPER_LR, and
+    on to 0 at momentum 1."""
     points = (*STABLE_PAPER_LR, (1.0, 0.0))
     for (left, high), (right, low) in zip(points, points[1:], strict=False):
         if left <= momentum <= right:

@@ -1,4 +1,5 @@
-"""The Hugging Face config of a run's model. Only configs are read here: no weights, no code from a model directory."""
+"""The Hugging Face config of a run's model. Only configs are read here: no weights, no code from a model
+directory."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -20,9 +21,8 @@ _OLDER_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "partial_rotary_fact
 def load_model_config(model: Model) -> "PretrainedConfig":
     """The config that model.config or model.path describes.
 
-    Raises ModelError: unknown model_type, a key this model type does not have (Hugging Face would ignore it), values
-    the config class refuses, a path without a readable config.json.
-    """
+    Raises ModelError: unknown model_type, a key this model type does not have (Hugging Face would ignore it),
+    values the config class refuses, a path without a readable config.json."""
     from transformers import (
         AutoConfig,
     )  # takes seconds, and a run spec without a model check does not need it
@@ -57,6 +57,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def count_of(config: Any, key: str) -> int | None:
-    """A positive size of the config, such as num_hidden_layers, by the name all model types share; else None."""
+    """A positive size of the config, such as num_hidden_layers, by the name all model types share; else
+    None."""
     value = getattr(config, key, None)
     return value if isinstance(value, int) and value > 0 else None

@@ -24,8 +24,8 @@ class Recipe:
 def default_gamma(feedback: str, lowrank: int) -> float:
     """How much of the error buffer to add again.
 
-    Undamped local feedback on a low rank grows to several times the fresh movement, because momentum amplifies what
-    arrives late; behind plain quantisation it stays small.
+    Undamped local feedback on a low rank grows to several times the fresh movement, because momentum
+    amplifies what arrives late; behind plain quantisation it stays small.
     """
     return 0.5 if feedback == "local" and lowrank > 0 else 1.0
 
@@ -36,13 +36,14 @@ OVERLAP_DEFAULTS: dict[str, tuple[Overlap, Outer]] = {
     "paper": (Overlap(mode="paper", keep=0.0), Outer(lr=0.5, momentum=0.5)),
     "none": (Overlap(mode="none", keep=0.0), Outer(lr=0.7, momentum=0.7)),
 }
-"""The longer an average is under way, the smaller the outer learning rate that is stable. Used where run.toml asks for
-another overlap than its recipe has, so that one setting is enough to change it."""
+"""The longer an average is under way, the smaller the outer learning rate that is stable. Used where run.toml
+asks for another overlap than its recipe has, so that one setting is enough to change it."""
 
 
 def _lossy(lowrank: int, feedback: str = "local") -> Compression:
+    gamma = default_gamma(feedback, lowrank)
     return Compression(
-        bits=4, return_bits=4, group=64, lowrank=lowrank, feedback=feedback, gamma=default_gamma(feedback, lowrank)
+        bits=4, return_bits=4, group=64, lowrank=lowrank, feedback=feedback, gamma=gamma
     )  # fmt: skip
 
 
@@ -56,39 +57,42 @@ _SYNCHRONOUS, _ = OVERLAP_DEFAULTS["none"]
 
 RECIPES: dict[str, Recipe] = {
     "dilocox": Recipe(
-        about="Local AdamW steps on a pipeline per cluster; pseudo-gradients leave as low-rank factors in 4 bits and are "
-        "averaged behind the next inner steps. Unlike the paper, an average is applied as soon as it is there and "
-        "each cluster keeps its own error, which is what makes an outer learning rate of 0.7 stable.",
+        about="Local AdamW steps on a pipeline per cluster; pseudo-gradients leave as low-rank factors "
+        "in 4 bits and are averaged behind the next inner steps. Unlike the paper, an average is "
+        "applied as soon as it is there and each cluster keeps its own error, which is what makes"
+        " an outer learning rate of 0.7 stable.",
         source="arXiv:2506.21263",
         outer=_ARRIVAL_OUTER, overlap=_ARRIVAL, compression=_lossy(lowrank=64),
     ),
     "dilocox-dense": Recipe(
-        about="dilocox without the low rank: every value of the pseudo-gradient, in 4 bits. Small models, whose "
-        "updates use nearly all directions, learn more per byte this way.",
+        about="dilocox without the low rank: every value of the pseudo-gradient, in 4 bits. Small "
+        "models, whose updates use nearly all directions, learn more per byte this way.",
         source="arXiv:2506.21263",
         outer=_ARRIVAL_OUTER, overlap=_ARRIVAL, compression=_lossy(lowrank=0),
     ),
     "dilocox-paper": Recipe(
-        about="Algorithm 2 to the letter: every average is applied exactly one outer step late, local movement starts "
-        "from the anchor again, and the error is measured against the average. For comparison: it loses to "
-        "dilocox at equal bytes, and an outer momentum of 0.9 makes it diverge above a learning rate of 0.24.",
+        about="Algorithm 2 to the letter: every average is applied exactly one outer step late, local "
+        "movement starts from the anchor again, and the error is measured against the average. "
+        "For comparison: it loses to dilocox at equal bytes, and an outer momentum of 0.9 makes "
+        "it diverge above a learning rate of 0.24.",
         source="arXiv:2506.21263",
         outer=_PAPER_OUTER, overlap=_PAPER, compression=_lossy(lowrank=64, feedback="paper"),
     ),
     "diloco": Recipe(
-        about="The method all others start from: H local AdamW steps, then a synchronous average of whole "
-        "pseudo-gradients in 32 bits and one Nesterov step.",
+        about="The method all others start from: H local AdamW steps, then a synchronous average of "
+        "whole pseudo-gradients in 32 bits and one Nesterov step.",
         source="arXiv:2311.08105",
         outer=Outer(lr=0.7, momentum=0.9), overlap=_SYNCHRONOUS, compression=_floats(32),
     ),
     "opendiloco": Recipe(
-        about="diloco as the first public run over the Internet had it: pseudo-gradients travel in 16 bits.",
+        about="diloco as the first public run over the Internet had it: pseudo-gradients travel in 16 "
+        "bits.",
         source="arXiv:2407.07852",
         outer=Outer(lr=0.7, momentum=0.9), overlap=_SYNCHRONOUS, compression=_floats(16),
     ),
     "fedavg": Recipe(
-        about="Federated averaging: the outer step replaces the parameters by the mean over the clusters. Plain SGD "
-        "with learning rate 1 does exactly that.",
+        about="Federated averaging: the outer step replaces the parameters by the mean over the "
+        "clusters. Plain SGD with learning rate 1 does exactly that.",
         source="arXiv:1602.05629",
         outer=Outer(lr=1.0, momentum=0.0, nesterov=False), overlap=_SYNCHRONOUS, compression=_floats(32),
     ),

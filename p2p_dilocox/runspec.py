@@ -1,7 +1,7 @@
 """The run spec: run.toml to frozen dataclasses. Checked as a whole, so that one attempt shows all mistakes.
 
-The settings and their ranges are in settings.py, rules between keys in consistency.py, defaults of methods in recipe.py.
-"""
+The settings and their ranges are in settings.py, rules between keys in consistency.py, defaults of methods in
+recipe.py."""
 
 import json
 import tomllib
@@ -34,8 +34,9 @@ from p2p_dilocox.suggest import did_you_mean
 from p2p_dilocox.toml_lines import key_lines
 
 __all__ = [
-    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Run", "RunSpec",
-    "load_run_file", "meaning", "parse_run", "read_run_text", "shipped_runs", "total_inner_steps", "warnings_for",
+    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Run",
+    "RunSpec", "load_run_file", "meaning", "parse_run", "read_run_text", "shipped_runs", "total_inner_steps",
+    "warnings_for",
 ]  # fmt: skip
 
 _TABLES: dict[str, type] = get_type_hints(RunSpec)
@@ -174,7 +175,8 @@ class _Reader:
         return kind(**values)
 
     def value(self, table: str, key: str, given: Any) -> Any:
-        """`given` as the type of its field; reported if it is of another type or breaks the rule of the field."""
+        """`given` as the type of its field; reported if it is of another type or breaks the rule of the
+        field."""
         kind, rule, about = _annotation(_TABLES[table], key)
         value, limit = _convert(given, kind)
         if limit is None and rule is not None and not rule.holds(value):
@@ -185,8 +187,8 @@ class _Reader:
         return value
 
     def defaults_of_recipe(self) -> dict[str, dict[str, Any]]:
-        """Defaults of outer, overlap and compression. They follow what run.toml changes: another overlap brings its own
-        outer learning rate, a rank of 0 its own gamma."""
+        """Defaults of outer, overlap and compression. They follow what run.toml changes: another overlap
+        brings its own outer learning rate, a rank of 0 its own gamma."""
         name = self._given("run", "recipe", "dilocox")
         if isinstance(name, str) and name not in RECIPES:
             self.wrong.add("run.recipe")

@@ -1,8 +1,7 @@
 """The tables of run.toml as frozen dataclasses: every setting with its type, range, default and meaning.
 
-One field is one key. `Annotated` carries what `runspec.parse_run` checks (a `Rule`) and the sentence that errors and
-`dilocox-bootstrap init` show. Rules between several keys are in consistency.py.
-"""
+One field is one key. `Annotated` carries what `runspec.parse_run` checks (a `Rule`) and the sentence that
+errors and `dilocox-bootstrap init` show. Rules between several keys are in consistency.py."""
 
 import math
 import re
@@ -11,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 __all__ = [
-    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Rule", "Run", "RunSpec",
-    "total_inner_steps",
+    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Rule",
+    "Run", "RunSpec", "is_finite", "total_inner_steps",
 ]  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """What a cluster trains on: random windows of the training tokens, different ones for every cluster.
 
-There is no position to save. Window i of inner step h in outer step t follows from (seed, cluster id, t, h, i) alone, so a
-cluster that crashed, resumed or came back under its old key goes on where it would have been, and a cluster under a
-new key starts a stream of its own. Windows are drawn with replacement: streams of different clusters are
-independent, not disjoint, and none ever ends.
+There is no position to save. Window i of inner step h in outer step t follows from (seed, cluster id, t, h,
+i) alone, so a cluster that crashed, resumed or came back under its old key goes on where it would have been,
+and a cluster under a new key starts a stream of its own. Windows are drawn with replacement: streams of
+different clusters are independent, not disjoint, and none ever ends.
 """
 
 import hashlib
@@ -16,7 +16,8 @@ from p2p_dilocox.settings import RunSpec
 
 __all__ = ["Batches"]
 
-# B: sequences of a batch   T: spec.data.seq_len. A window has T + 1 tokens: T inputs, and each one's next token
+# B: sequences of a batch   T: spec.data.seq_len. A window has T + 1 tokens: T inputs, and each one's next
+# token
 
 
 class Batches:
@@ -37,8 +38,8 @@ class Batches:
         return self._windows(self.corpus.train, numbers % np.uint64(len(self.corpus.train) - self.window + 1))
 
     def valid_batches(self, count: int) -> list[torch.Tensor]:
-        """`count` batches, int64 [B, T + 1] each, from all over the held-out tokens; the same for every cluster. They
-        overlap if there are not that many held-out tokens."""
+        """`count` batches, int64 [B, T + 1] each, from all over the held-out tokens; the same for every
+        cluster. They overlap if there are not that many held-out tokens."""
         last = len(self.corpus.valid) - self.window
         starts = np.linspace(0, last, count * self.batch_size).astype(np.uint64)
         return [self._windows(self.corpus.valid, part) for part in np.split(starts, count)]

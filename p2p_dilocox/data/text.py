@@ -162,9 +162,8 @@ def _text_of(row: Any, text_field: str, place: str) -> str:
 
 
 def _no_field(place: str, text_field: str, names: list[str]) -> DataError:
-    return DataError(
-        f"{place}: no field {text_field!r}; there are {', '.join(map(repr, names)) or 'none'}. Set data.text_field"
-    )
+    others = ", ".join(map(repr, names)) or "none"
+    return DataError(f"{place}: no field {text_field!r}; there are {others}. Set data.text_field")
 
 
 def _not_utf8(file: Path, start: int, error: UnicodeDecodeError) -> DataError:

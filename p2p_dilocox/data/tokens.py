@@ -46,10 +46,10 @@ class Corpus:
 def load_tokens(spec: RunSpec, cache_dir: Path) -> Corpus:
     """The tokens of spec.data. The first call encodes the text and writes cache_dir/<hash of the content>/.
 
-    Several processes may call this at the same instant: each writes a directory of its own and renames it, the first
-    one stays. (They all do the work then: one call before they start is faster.)
-    Raises DataError: no such file, nothing of the right kind, bad UTF-8, no tokenizer, less data than one batch.
-    """
+    Several processes may call this at the same instant: each writes a directory of its own and renames it,
+    the first one stays. (They all do the work then: one call before they start is faster.)
+    Raises DataError: no such file, nothing of the right kind, bad UTF-8, no tokenizer, less data than one
+    batch."""
     vocab_size = vocabulary_size(spec.data.tokenizer)
     directory = cache_dir / _content_hash(spec.data)
     try:
@@ -65,8 +65,8 @@ def load_tokens(spec: RunSpec, cache_dir: Path) -> Corpus:
 
 
 def unigram_loss(corpus: Corpus) -> float:
-    """Nats per token of the held-out part under token frequencies of the training part (plus one): the loss of a model
-    that knows which tokens are common and nothing else."""
+    """Nats per token of the held-out part under token frequencies of the training part (plus one): the loss
+    of a model that knows which tokens are common and nothing else."""
     counts = _counts(corpus.train, corpus.vocab_size) + 1
     log_probabilities = np.log(counts) - np.log(counts.sum())
     seen = _counts(corpus.valid, corpus.vocab_size)
@@ -85,8 +85,9 @@ def _require_one_batch(spec: RunSpec, train: int, valid: int) -> None:
     needed = spec.inner.batch_size * window
     if train < needed:
         raise DataError(
-            f"the training text has {train} tokens, one batch needs {needed} (batch_size {spec.inner.batch_size} x "
-            f"{window}). Add text, or lower inner.batch_size or data.seq_len"
+            f"the training text has {train} tokens, one batch needs {needed} "
+            f"(batch_size {spec.inner.batch_size} x {window}). "
+            "Add text, or lower inner.batch_size or data.seq_len"
         )
     if valid < window:
         raise DataError(
@@ -96,8 +97,8 @@ def _require_one_batch(spec: RunSpec, train: int, valid: int) -> None:
 
 
 def _block_tokens(data: Data) -> int:
-    """Length of the blocks whose last part is held out: about 32 kB of text, and at least long enough for the held-out
-    part to hold four sequences without a seam."""
+    """Length of the blocks whose last part is held out: about 32 kB of text, and at least long enough for the
+    held-out part to hold four sequences without a seam."""
     return max(_MIN_BLOCK_TOKENS, int(4 * (data.seq_len + 1) / data.valid_fraction))
 
 
@@ -136,7 +137,8 @@ def _build(data: Data, vocab_size: int, directory: Path) -> None:
 
 
 def _token_ids(data: Data, dtype: TokenType) -> Iterator[Tokens]:
-    """All token ids in order, in arrays of any length; documents end with the end-of-text token if there is one."""
+    """All token ids in order, in arrays of any length; documents end with the end-of-text token if there is
+    one."""
     file = tokenizer_dir(data.tokenizer) / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -163,8 +165,8 @@ def _encode(tokenizer: Tokenizer, batch: list[tuple[str, bool]], separator: Toke
 
 
 def _pieces(document: Document) -> Iterator[tuple[str, bool]]:
-    """A document in pieces of bounded length, each with whether it is the last. Cut before a space where there is one:
-    byte-level tokenizers start a token there, so the cut does not show."""
+    """A document in pieces of bounded length, each with whether it is the last. Cut before a space where
+    there is one: byte-level tokenizers start a token there, so the cut does not show."""
     rest = ""
     for block in document:
         rest += block
@@ -178,8 +180,8 @@ def _pieces(document: Document) -> Iterator[tuple[str, bool]]:
 
 
 def _write_split(arrays: Iterable[Tokens], data: Data, dtype: TokenType, work: Path) -> None:
-    """train.npy and valid.npy in `work`. The last valid_fraction of every block is held out, so that both parts come
-    from everywhere in the text."""
+    """train.npy and valid.npy in `work`. The last valid_fraction of every block is held out, so that both
+    parts come from everywhere in the text."""
     with (work / "train.npy").open("wb") as train_file, (work / "valid.npy").open("wb") as valid_file:
         train, valid = _NpyFile(train_file, dtype), _NpyFile(valid_file, dtype)
         for block in _blocks(_at_most(data.max_tokens, arrays), _block_tokens(data)):
@@ -216,7 +218,8 @@ def _blocks(arrays: Iterable[Tokens], length: int) -> Iterator[Tokens]:
 
 
 class _NpyFile:
-    """A one-dimensional .npy file whose length is known only at the end. numpy leaves room in the header to grow."""
+    """A one-dimensional .npy file whose length is known only at the end. numpy leaves room in the header to
+    grow."""
 
     def __init__(self, file: BinaryIO, dtype: TokenType) -> None:
         self.file, self.dtype, self.length = file, dtype, 0
