@@ -123,7 +123,7 @@ def _build(
     batches = Batches(load_tokens(spec, state / "tokens"), spec, key.cluster_id)
 
     names = {s: [n for n, stage in pipeline.stage_of.items() if stage == s] for s in held}
-    dense = pipeline.embedding_names
+    dense = span.embedding_names
     outer = OuterState(spec, pipeline.parameters, dense, genesis(digest))
     layouts = {s: stage_layout(outer, names[s], dense) for s in held}
     lock, progress, codec = threading.Lock(), Progress(lineage=outer.lineage), codec_thread()

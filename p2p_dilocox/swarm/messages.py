@@ -4,7 +4,7 @@ A message that speaks for a cluster travels in a `Sealed` envelope signed by the
 the kind of message and the run, so a record of one kind or run cannot be replayed as another.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 
@@ -12,7 +12,8 @@ from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.identity import SigningKey, cluster_id_of, is_signed_by
 
 __all__ = [
-    "PROTOCOL", "Call", "Message", "Presence", "RankAddress", "Ready", "Result", "Standing", "Votes",
+    "PROTOCOL", "Ask", "Call", "CallReply", "Chunk", "Decision", "Envelope", "Follow", "Message", "Part", "Presence",
+    "RankAddress", "Ready", "Result", "StageDone", "Standing", "Votes",
     "open_sealed", "seal", "unpack",
 ]  # fmt: skip
 
@@ -24,6 +25,7 @@ ClusterId = Annotated[str, msgspec.Meta(pattern="^[a-z2-7]{16}$")]
 PeerName = Annotated[str, msgspec.Meta(pattern="^[1-9A-HJ-NP-Za-km-z]{20,80}$")]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
+Outcome = Literal["open", "committed", "aborted"]
 Maddr = Annotated[str, msgspec.Meta(max_length=200, pattern=r"^/[!-~]*$")]
 
 
@@ -32,6 +34,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def pack(self) -> bytes:
         return msgspec.msgpack.encode(self)
+
+    SerializeToString = pack  # what hivemind calls on the messages of its RPCs
+
+    @classmethod
+    def FromString(cls, data: bytes) -> Self:  # noqa: N802
+        return unpack(data, cls)
+
 
 
 class RankAddress(Message, frozen=True, kw_only=True):
@@ -97,6 +106,32 @@ class Call(Message, frozen=True, kw_only=True):
     remaining_s: Measure
 
 
+class Envelope(Message, frozen=True, kw_only=True):
+    """A sealed message on its way."""
+
+    body: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+
+
+class CallReply(Message, frozen=True, kw_only=True):
+    """The answer to a sealed `Ready`: the call, who to ask instead, why not, or nothing of these: not yet.
+
+    `over`: the round was committed without the asker, who can fetch its `Result`.
+    """
+
+    call: Call | None = None
+    over: bool = False
+    redirect: ClusterId | None = None
+    refused: Annotated[str, msgspec.Meta(max_length=500)] = ""
+
+
+class Ask(Message, frozen=True, kw_only=True):
+    """A question about outer step t: its attempt or its stage, where the question has one."""
+
+    t: Count = 0
+    attempt: Count = 0
+    stage: Count = 0
+
+
 class Votes(Message, frozen=True, kw_only=True):
     """What a cluster knows about the votes on (t, attempt): cluster id -> digest over all stages' averages.
 
@@ -106,33 +141,78 @@ class Votes(Message, frozen=True, kw_only=True):
     t: Count
     attempt: Count
     votes: Annotated[dict[ClusterId, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=256)]
-    outcome: Annotated[str, msgspec.Meta(pattern="^(open|committed|aborted)$")]
+    outcome: Outcome
+
+
+class StageDone(Message, frozen=True, kw_only=True):
+    """A rank tells its lead the digests of its stages' averages in (t, attempt); "" and a reason if it has none."""
+
+    t: Count
+    attempt: Count
+    digests: Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=4096)]
+    reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
+
+
+class Decision(Message, frozen=True, kw_only=True):
+    """The lead's answer to its ranks. `digest`: the combined digest of a committed round, for the lineage."""
+
+    outcome: Outcome
+    digest: str = ""
+    reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
+
+
+class Part(Message, frozen=True, kw_only=True):
+    """One encoded chunk of a stage's vector in the round that `call` (digest of its member list) stands for."""
+
+    t: Count
+    attempt: Count
+    stage: Count
+    phase: Annotated[str, msgspec.Meta(pattern="^[pq]$")]
+    call: Digest
+    body: Annotated[bytes, msgspec.Meta(max_length=1 << 22)]
+
+
+class Chunk(Message, frozen=True, kw_only=True):
+    """A piece of a stream of bytes."""
+
+    body: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 
 class Result(Message, frozen=True, kw_only=True):
-    """A committed round, as its members tell it to clusters that were not in it."""
+    """A committed round, as its members tell it to clusters that were not in it. `digest`: over all stages."""
 
     t: Count
     parent: Digest
-    lineage: Digest
     members: Annotated[list[ClusterId], msgspec.Meta(min_length=1, max_length=256)]
-    stage_digests: Annotated[list[Digest], msgspec.Meta(max_length=4096)]
+    stage_digests: Annotated[dict[str, Digest], msgspec.Meta(max_length=4096)]
+
+
+class Follow(Message, frozen=True, kw_only=True):
+    """How to catch up with rounds we were not in: their results in order, and the ranks to fetch the averages from.
+
+    `found` with no results: the others dropped the round too. Neither `found` nor `failed`: not known yet.
+    """
+
+    found: bool = False
+    results: Annotated[list[Result], msgspec.Meta(max_length=64)] = []
+    donor: Annotated[list[RankAddress], msgspec.Meta(max_length=512)] = []
+    failed: Annotated[str, msgspec.Meta(max_length=500)] = ""
 
 
 class Standing(Message, frozen=True, kw_only=True):
-    """Where a cluster stands: outer step `t` is its last one, `h` inner steps of the next are done.
+    """Where a cluster stands: outer step `t` is over, `committed_t` was the last that was committed, `h` inner steps
+    are done since the last boundary.
 
     `members`: of the last committed round. `in_flight`: the outer step of the round on the wire, 0 if there is none.
-    `snapshots`: sha256 of every stage's state after outer step t.
     """
 
     cluster_id: ClusterId
     t: Count
     h: Count
+    committed_t: Count
     lineage: Digest
     members: Annotated[list[ClusterId], msgspec.Meta(max_length=256)]
     in_flight: Count
-    snapshots: Annotated[list[Digest], msgspec.Meta(max_length=4096)]
 
 
 class Sealed(Message, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ _MAX_PRESENCE_BYTES = 256 * 1024
 _NO_SUBKEY = MSGPackSerializer.dumps(None)  # how hivemind marks a plain value
 
 
-class RunRecords(RecordValidatorBase):
+class RunRecords(RecordValidatorBase):  # type: ignore[misc]
     """Refuses every record that is not part of the run. Used by all nodes, so a bad record does not spread."""
 
     def __init__(self, run_id: str, organiser: bytes) -> None:

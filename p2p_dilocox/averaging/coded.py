@@ -1,0 +1,75 @@
+"""A stage's pseudo-gradient on its way through a round: low-rank factors first, then the second factor (PowerSGD).
+
+    phase p   P_i = M_i Q and all dense tensors  -> average -> P_hat, orthonormal, from the same bytes on every cluster
+    phase q   Q_i = M_i^T P_hat                  -> average -> M is P_hat Q^T on average
+
+Pure arithmetic for the codec thread; nothing here waits.
+"""
+
+import torch
+from torch import Tensor
+
+from p2p_dilocox.averaging.butterfly import CHUNK_VALUES, Wire
+from p2p_dilocox.compression import Layout, as_matrix, back_project, orthonormalise, project
+from p2p_dilocox.compression.layout import Phase
+from p2p_dilocox.outer import Average, OuterState
+from p2p_dilocox.runspec import Compression
+
+__all__ = ["CodedStage", "chunk_ranges", "stage_layout", "wire_of"]
+
+
+def wire_of(compression: Compression) -> Wire:
+    return Wire(compression.bits, compression.return_bits, compression.group)
+
+
+def stage_layout(outer: OuterState, names: list[str], dense_names: frozenset[str]) -> Layout:
+    compression = outer.spec.compression
+    return Layout(
+        {name: tuple(outer.anchor[name].shape) for name in names},
+        lowrank=compression.lowrank,
+        group=compression.group,
+        dense_names=dense_names,
+        dtype=torch.float64 if compression.bits == 64 else torch.float32,
+    )
+
+
+def chunk_ranges(layout: Layout, phase: Phase, num_members: int) -> list[list[tuple[int, int]]]:
+    """Per member the chunks of its part, together the phase vector in order."""
+    parts = layout.cut_parts(phase, [1.0] * num_members)
+    return [layout.chunks(start, end, CHUNK_VALUES) for start, end in parts]
+
+
+class CodedStage:
+    """One stage in one round. `outer.residual` holds M and is not changed before the round is over."""
+
+    def __init__(self, outer: OuterState, layout: Layout) -> None:
+        self._outer = outer
+        self.layout = layout
+        self._p_hat: dict[str, Tensor] = {}
+
+    def vector_p(self) -> Tensor:
+        """float32 (float64 if lossless) [phase_numel("p")] on the CPU."""
+        residual = self._outer.residual
+        factors = {
+            name: project(as_matrix(residual[name]), orthonormalise(self._outer.basis[name]).to(residual[name]))
+            for name in self.layout.lowrank_names
+        }
+        return self.layout.pack_p(factors, {n: residual[n] for n in self.layout.dense_names}).cpu()
+
+    def vector_q(self, average_p: Tensor) -> Tensor:
+        """[phase_numel("q")], from the averaged vector of phase p."""
+        factors, _ = self.layout.unpack_p(average_p)
+        residual = self._outer.residual
+        self._p_hat = {name: orthonormalise(p).to(residual[name]) for name, p in factors.items()}
+        return self.layout.pack_q(
+            {name: back_project(as_matrix(residual[name]), p) for name, p in self._p_hat.items()}
+        ).cpu()
+
+    def decode(self, vector_p: Tensor, vector_q: Tensor) -> Average:
+        """What a pair of vectors stands for: the average, or our own contribution as others decode it.
+
+        Needs the averaged P of this round: call `vector_q` first.
+        """
+        _, dense = self.layout.unpack_p(vector_p)
+        return Average({n: (self._p_hat[n], q) for n, q in self.layout.unpack_q(vector_q).items()}, dense)
+

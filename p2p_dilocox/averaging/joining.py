@@ -1,0 +1,83 @@
+"""How a cluster comes in: fresh, from its checkpoint, or with the state of a cluster that is further (rule V8)."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import msgspec
+
+from p2p_dilocox.averaging.deadlines import Timeouts
+from p2p_dilocox.averaging.lead import Lead
+from p2p_dilocox.averaging.service import Frame, Service
+from p2p_dilocox.averaging.snapshot import Snapshot, read_snapshot, snapshot_bytes
+from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.outer import OuterState
+from p2p_dilocox.swarm.messages import Ask, Chunk, Message, RankAddress, Standing, unpack
+
+__all__ = ["Plan", "download", "make_plan"]
+
+
+class Plan(Message, frozen=True, kw_only=True):
+    """What rank 0 tells its cluster to do next: wait for others, start from the state at hand, or download from a donor.
+
+    standing: the donor's, or of a cluster with our lineage; None if we are the first.
+    """
+
+    action: Literal["wait", "start", "download", "leave"]
+    donor: Annotated[list[RankAddress], msgspec.Meta(max_length=512)] = []
+    standing: Standing | None = None
+    detail: str = ""
+
+
+async def make_plan(lead: Lead, outer: OuterState, min_clusters: int) -> Plan:
+    """Look at the swarm once. The cluster with the most committed outer steps decides where the run is."""
+    await lead.refresh()
+    others = [c for c in lead.present if c != lead.me]
+    answers = await asyncio.gather(*(lead.standing_of(c) for c in others))
+    standings = {c: s for c, s in zip(others, answers, strict=True) if s is not None}
+    best = max(standings, key=lambda c: (standings[c].committed_t, c), default=None)
+    if best is not None and standings[best].committed_t > 0:
+        standing = standings[best]
+        if standing.lineage == outer.lineage:
+            return Plan(action="start", standing=standing)
+        if standing.committed_t >= outer.t:
+            return Plan(action="download", donor=lead.ranks_of(best), standing=standing, detail=best)
+    present = 1 + len(standings)
+    if present < min_clusters and outer.t == 0:
+        return Plan(action="wait", detail=f"{present}/{min_clusters} clusters")
+    return Plan(action="start")
+
+
+async def download(
+    service: Service,
+    outer: OuterState,
+    names_of_stage: dict[int, list[str]],
+    donor: list[RankAddress],
+    timeouts: Timeouts,
+    progress: Callable[[float], None],
+) -> list[Snapshot]:
+    """Every stage we hold, from the donor's ranks, checked. Raises NotTrustedError, or what libp2p raises.
+
+    progress: called with the fraction received. A donor may send no more than the state has, and nothing for
+    `round_s` at most.
+    """
+    limit = {stage: snapshot_bytes(outer, names) for stage, names in names_of_stage.items()}
+    received, total = 0, sum(limit.values())
+    snapshots = []
+    for stage, names in names_of_stage.items():
+        peer = next((r.peer for r in donor if r.first_stage <= stage <= r.last_stage), None)
+        if peer is None:
+            raise NotTrustedError(f"the donor has nobody for stage {stage}")
+        data = bytearray()
+        frames = aiter(await service.stub(peer).rpc_snapshot(Frame(Ask(stage=stage).pack())))
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                frame = await asyncio.wait_for(anext(frames), timeouts.round_s)
+                data += unpack(frame.body, Chunk).body
+                if len(data) > limit[stage]:
+                    raise NotTrustedError(f"the donor sends more than {limit[stage]} bytes for stage {stage}")
+                progress(min(1.0, (received + len(data)) / total))
+        received += limit[stage]
+        snapshots.append(await asyncio.to_thread(read_snapshot, bytes(data), outer, names))
+    return snapshots

@@ -1,0 +1,234 @@
+"""A swarm in one process: real nodes on loopback, real streams; every rank with a network thread of its own."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from p2p_dilocox.averaging.coded import stage_layout
+from p2p_dilocox.averaging.deadlines import Timeouts
+from p2p_dilocox.averaging.lead import Lead, Progress
+from p2p_dilocox.averaging.round import Outcome, Round, Rounds, codec_thread
+from p2p_dilocox.averaging.service import Service
+from p2p_dilocox.averaging.snapshot import write_snapshot
+from p2p_dilocox.lineage import genesis
+from p2p_dilocox.outer import OuterState
+from p2p_dilocox.runspec import RunSpec, parse_run
+from p2p_dilocox.swarm.identity import SigningKey
+from p2p_dilocox.swarm.loop import NetworkThread
+from p2p_dilocox.swarm.messages import RankAddress
+from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.signed import SignedRun, sign_run, spec_digest
+
+SHAPES = {
+    0: {"embed.weight": (96, 64), "layers.0.weight": (128, 64), "layers.0.norm": (64,)},
+    1: {"layers.1.weight": (64, 192), "layers.1.norm": (64,), "norm.weight": (64,)},
+}
+DENSE = frozenset({"embed.weight"})
+
+SPEC = """
+[run]
+id = "test"
+recipe = "{recipe}"
+outer_steps = 100
+min_clusters = {min_clusters}
+[model]
+config = {{ model_type = "llama", vocab_size = 2048, hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 2, intermediate_size = 128, num_key_value_heads = 2 }}
+stages = 2
+[data]
+seq_len = 32
+[inner]
+H = 4
+batch_size = 4
+microbatches = 2
+lr = 1e-3
+[deadlines]
+round_s = {round_s}
+{more}
+"""
+
+
+def spec_text(recipe: str = "dilocox", *, min_clusters: int = 1, round_s: float = 20.0, more: str = "") -> str:
+    return SPEC.format(recipe=recipe, min_clusters=min_clusters, round_s=round_s, more=more)
+
+
+def start_parameters(stages: list[int]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    everything = {n: torch.randn(shape, generator=generator) for s in sorted(SHAPES) for n, shape in SHAPES[s].items()}
+    return {n: everything[n] for s in stages for n in SHAPES[s]}
+
+
+class SwarmRank:
+    """One rank: its parameters are plain tensors that a test moves by hand."""
+
+    def __init__(self, spec: RunSpec, digest: str, link: tuple[bytes, list[str]], stages: list[int]) -> None:
+        organiser, peers = link
+        self.spec, self.stages = spec, stages
+        self.network = NetworkThread()
+        self.node = self.network.call(
+            Node.start(run_id="test", organiser=organiser, initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"]), 30
+        )
+        self.parameters = start_parameters(stages)
+        self.outer = OuterState(spec, self.parameters, DENSE, genesis(digest))
+        self.progress = Progress(lineage=self.outer.lineage, state="training")
+        self.lock = threading.Lock()
+        self.names = {s: list(SHAPES[s]) for s in stages}
+        self.timeouts = Timeouts(spec.deadlines.round_s)
+        self.service = Service(
+            self.node,
+            patience_s=self.timeouts.round_s,
+            average_of=lambda t, stage: self.rounds.average_of(t, stage),
+            snapshot_of=self._snapshot,
+        )
+        self.codec = codec_thread()
+        maddrs = self.network.call(self.node.maddrs(), 10)
+        self.address = RankAddress(
+            peer=self.node.peer_id, maddrs=maddrs, first_stage=stages[0], last_stage=stages[-1]
+        )
+        self.rounds: Rounds
+        self.pending: Round | None = None
+        self.closed = False
+
+    def _snapshot(self, stage: int) -> bytes:
+        with self.lock:
+            return write_snapshot(self.outer, self.names[stage])
+
+    def contribute(self, t: int, delta: dict[str, Tensor] | float, weight: float) -> None:
+        """Move theta_i by -delta and start the round."""
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                p.sub_(delta if isinstance(delta, float) else delta[name])
+        self.outer.contribute(self.parameters)
+        self.outer.mark_sent(self.parameters)
+        self.pending = self.rounds.start(t, weight)
+
+    def land(self, keep: float = 0.5) -> Outcome:
+        assert self.pending is not None
+        outcome = self.pending.wait(lambda: False)
+        assert outcome is not None
+        self.pending = None
+        last = outcome.steps[-1] if outcome.steps else None
+        with self.lock:
+            for step in outcome.steps:
+                self.outer.step(step.average, step.t, step.members, step.digest)
+            if last is not None and last.own is not None:
+                self.outer.commit(last.average, last.own)
+            else:
+                self.outer.keep_undelivered()
+        self.progress.move_to(max(outcome.t, self.outer.t), self.outer)
+        if last is not None:
+            self.outer.restart_(self.parameters, keep)
+            self.outer.mark_sent(self.outer.anchor)
+        return outcome
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            with contextlib.suppress(Exception):
+                self.network.call(self.node.close(), 5)
+            self.network.close()
+            self.codec.shutdown(wait=False, cancel_futures=True)
+
+
+class SwarmCluster:
+    def __init__(self, text: str, link: tuple[bytes, list[str]], signed: SignedRun, split: list[list[int]]) -> None:
+        spec = parse_run(text)
+        digest = spec_digest(text)
+        self.key = SigningKey.generate()
+        self.id = self.key.cluster_id
+        self.ranks = [SwarmRank(spec, digest, link, stages) for stages in split]
+        addresses = [r.address for r in self.ranks]
+        first = self.ranks[0]
+        self.lead = Lead(
+            node=first.node, service=first.service, key=self.key, name="test", ranks=addresses, signed=signed,
+            spec_digest=digest, num_stages=len(SHAPES), min_clusters=spec.run.min_clusters, timeouts=first.timeouts,
+            progress=first.progress, result_after=lambda t: first.rounds.result_after(t),
+        )  # fmt: skip
+        first.service.desk = self.lead
+        for rank in self.ranks:
+            rank.rounds = Rounds(
+                loop=rank.network.loop, service=rank.service, outer=rank.outer,
+                layouts={s: stage_layout(rank.outer, rank.names[s], DENSE) for s in rank.stages},
+                me=self.id, lead=self.lead if rank is first else None, lead_peer=first.node.peer_id,
+                progress=rank.progress, timeouts=rank.timeouts, codec=rank.codec,
+            )  # fmt: skip
+            for address in addresses:
+                if address.peer != rank.node.peer_id:
+                    rank.network.call(rank.node.connect(address.peer, address.maddrs), 10)
+            rank.network.call(rank.service.start(), 10)
+        first.network.call(self.lead.start(), 10)
+
+    def contribute(self, t: int, delta: dict[str, Tensor] | float, weight: float = 100.0) -> None:
+        for rank in self.ranks:
+            rank.contribute(t, delta, weight)
+
+    def land(self) -> list[Outcome]:
+        return [rank.land() for rank in self.ranks]
+
+    def digests(self) -> dict[int, str]:
+        return {s: r.outer.digest(r.names[s]) for r in self.ranks for s in r.stages}
+
+    def anchor(self) -> dict[str, Tensor]:
+        return {n: t for r in self.ranks for n, t in r.outer.anchor.items()}
+
+    def close(self) -> None:
+        first = self.ranks[0]
+        if not first.closed:
+            first.network.call(self.lead.close(), 10)
+            self.die()
+
+    def die(self) -> None:
+        """End without a word, as a lost machine does: p2pd is gone, nothing is withdrawn."""
+        for rank in self.ranks:
+            rank.close()
+
+
+class Swarm:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.organiser = SigningKey.generate()
+        self.network = NetworkThread()
+        self.boot = self.network.call(
+            Node.start(run_id="test", organiser=self.organiser.public, host_maddrs=["/ip4/127.0.0.1/tcp/0"]), 30
+        )
+        self.signed = sign_run(self.organiser, "test", text)
+        self.network.call(self.boot.publish_run(self.signed), 10)
+        self.link = (self.organiser.public, self.network.call(self.boot.maddrs(), 10))
+        self.clusters: list[SwarmCluster] = []
+
+    def join(self, split: list[list[int]] | None = None) -> SwarmCluster:
+        cluster = SwarmCluster(self.text, self.link, self.signed, split or [[0, 1]])
+        self.clusters.append(cluster)
+        for other in self.clusters:  # what their next heartbeat would do
+            first = other.ranks[0]
+            if not first.closed:
+                first.network.call(other.lead.refresh(), 10)
+        return cluster
+
+    def close(self) -> None:
+        for cluster in self.clusters:
+            cluster.close()
+        self.network.call(self.boot.close(), 5)
+        self.network.close()
+
+
+@pytest.fixture
+def swarm() -> Iterator[Callable[[str], Swarm]]:
+    made: list[Swarm] = []
+
+    def make(text: str) -> Swarm:
+        made.append(Swarm(text))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path
