@@ -94,7 +94,7 @@ def _model(spec: RunSpec) -> Iterator[Finding]:
     except DataError:
         return
     if tokens > vocabulary:
-        yield "data.tokenizer", f"has {tokens} tokens, must fit the model's vocab_size = {vocabulary}"
+        yield "data.tokenizer", f"must fit the model's vocab_size = {vocabulary}, but has {tokens} tokens"
 
 
 def _has_config(path: str) -> bool:

@@ -2,6 +2,7 @@
 error."""
 
 import re
+import tomllib
 
 __all__ = ["key_lines"]
 
@@ -42,6 +43,6 @@ def key_lines(text: str) -> dict[tuple[str, ...], int]:
         elif kind == "word" and not in_value:
             path.append(content)
         elif kind == "string" and not in_value:
-            path.append(content[1:-1])
+            path.append(tomllib.loads(f"key = {content}")["key"])
         line += content.count("\n")
     return lines

@@ -1,0 +1,417 @@
+"""Text to tokens to batches: what is read, what is refused, who gets which window."""
+
+import gzip
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from p2p_dilocox.data.shards import Batches
+from p2p_dilocox.data.text import documents, source_files
+from p2p_dilocox.data.tokens import Corpus, load_tokens, unigram_loss
+from p2p_dilocox.errors import DataError
+from p2p_dilocox.runspec import Data, RunSpec, parse_run
+from p2p_dilocox.tokenizer import end_of_text_id, tokenizer_dir, vocabulary_size
+
+SPEC = parse_run(
+    """
+[run]
+id = "tiny"
+outer_steps = 3
+[model.config]
+model_type = "gpt2"
+vocab_size = 2048
+[data]
+seq_len = 32
+valid_fraction = 0.1
+[inner]
+H = 5
+batch_size = 4
+lr = 1e-3
+"""
+)
+SENTENCE = "It is a truth universally acknowledged, that number {} is in want of another.\n"
+
+
+def with_data(data: Data) -> RunSpec:
+    return replace(SPEC, data=data)
+
+
+def text_data(*paths: Path, source: str = "text") -> Data:
+    return replace(SPEC.data, source=source, paths=tuple(map(str, paths)))
+
+
+def write_sentences(path: Path, count: int, start: int = 0) -> str:
+    text = "".join(SENTENCE.format(n) for n in range(start, start + count))
+    path.write_text(text, encoding="utf-8")
+    return text
+
+
+def decoded(corpus: Corpus) -> str:
+    """Training tokens, then held-out ones."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir("embedded") / "tokenizer.json"))
+    ids = [*corpus.train.tolist(), *corpus.valid.tolist()]
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@pytest.fixture(scope="session")
+def austen(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return load_tokens(SPEC, tmp_path_factory.mktemp("cache"))
+
+
+# The embedded corpus
+
+
+def test_the_embedded_corpus_is_one_to_four_megabytes_of_english(austen: Corpus) -> None:
+    texts = [gzip.decompress(file.read_bytes()).decode("utf-8") for file in source_files(SPEC.data)]
+    assert len(texts) == 5
+    assert 1e6 < sum(map(len, texts)) < 4e6
+    for text in texts:
+        assert "Chapter" in text or "CHAPTER" in text
+        assert set(text) <= set(map(chr, range(32, 127))) | set("\n£")
+        assert "Gutenberg" not in text
+
+
+def test_the_embedded_tokenizer_has_2048_tokens_and_transformers_loads_it() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir("embedded"))
+    assert len(tokenizer) == vocabulary_size("embedded") == 2048
+    assert tokenizer.eos_token_id == end_of_text_id("embedded") == 0
+    for text in ("Emma Woodhouse, handsome, clever, and rich", "naïve 漢字 🙂\n\n\tx"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_all_text_is_in_the_tokens_once_with_an_end_behind_each_novel(austen: Corpus) -> None:
+    texts = [gzip.decompress(file.read_bytes()).decode("utf-8") for file in source_files(SPEC.data)]
+    both = np.concatenate([austen.train, austen.valid])
+    assert austen.train.dtype == np.uint16
+    assert int((both == 0).sum()) == 5
+    characters = {token: len(text) for token, text in _token_texts().items()}
+    assert sum(characters[int(token)] for token in both) == sum(len(text.encode()) for text in texts)
+
+
+def _token_texts() -> dict[int, str]:
+    """Byte-level tokens write each byte as one character. The end of a text stands for no byte."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir("embedded") / "tokenizer.json"))
+    return {token: text for text, token in tokenizer.get_vocab().items()} | {0: ""}
+
+
+def test_a_unigram_is_better_than_chance_and_far_from_a_language_model(austen: Corpus) -> None:
+    assert 6.0 < unigram_loss(austen) < 6.6 < math.log(2048)
+
+
+def test_unigram_loss_is_the_cross_entropy_of_smoothed_counts() -> None:
+    corpus = Corpus(np.array([0, 0, 1], dtype=np.uint16), np.array([0, 1, 1, 2], dtype=np.uint16), 3)
+    probabilities = np.array([3, 2, 1]) / 6
+    expected = -np.log(probabilities[[0, 1, 1, 2]]).mean()
+    assert unigram_loss(corpus) == pytest.approx(expected, rel=1e-12)
+
+
+# Held-out text
+
+
+def test_no_training_window_contains_a_held_out_token(tmp_path: Path) -> None:
+    words = [f"w{n}" for n in range(60_000)]  # each is one token and stands in the text once
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(" ".join(words))
+    spec = with_data(replace(text_data(tmp_path / "a.txt"), tokenizer=str(tmp_path)))
+    corpus = load_tokens(spec, tmp_path / "cache")
+    held_out = set(corpus.valid.tolist())
+    assert len(held_out) == len(corpus.valid) == 5999
+    assert held_out | set(corpus.train.tolist()) == set(range(60_000))
+    batches = Batches(corpus, spec, "cluster-a")
+    trained = set(torch.cat([batches.batch(1, h) for h in range(1000)]).flatten().tolist())
+    assert len(trained) > 40_000
+    assert held_out.isdisjoint(trained)
+    assert held_out.issuperset(torch.cat(batches.valid_batches(10)).flatten().tolist())
+
+
+def test_held_out_text_comes_from_everywhere(austen: Corpus) -> None:
+    assert len(austen.valid) / (len(austen.train) + len(austen.valid)) == pytest.approx(0.1, abs=1e-3)
+    own = -np.log((np.bincount(austen.valid, minlength=2048) + 1) / (len(austen.valid) + 2048))
+    seen = np.bincount(austen.valid, minlength=2048)
+    assert unigram_loss(austen) - float((seen * own).sum() / seen.sum()) < 0.1
+
+
+def test_valid_batches_are_held_out_windows_the_same_for_every_cluster(austen: Corpus) -> None:
+    ours, theirs = (Batches(austen, SPEC, name).valid_batches(6) for name in ("a", "b"))
+    assert [batch.shape for batch in ours] == [torch.Size([4, 33])] * 6
+    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    everything = austen.valid.tobytes()
+    for window in torch.cat(ours).numpy().astype(np.uint16):
+        assert window.tobytes() in everything
+    assert torch.equal(ours[0][0], torch.from_numpy(austen.valid[:33].astype(np.int64)))
+    assert torch.equal(ours[-1][-1], torch.from_numpy(austen.valid[-33:].astype(np.int64)))
+
+
+# Streams of clusters
+
+
+def test_a_batch_depends_on_seed_cluster_and_step_only(austen: Corpus) -> None:
+    first = Batches(austen, SPEC, "cluster-a")
+    expected = first.batch(3, 2)
+    assert expected.shape == (4, 33)
+    assert expected.dtype == torch.int64
+    again = Batches(austen, SPEC, "cluster-a")
+    again.batch(1, 1)  # no position that could have moved
+    assert torch.equal(again.batch(3, 2), expected)
+    other_seed = replace(SPEC, run=replace(SPEC.run, seed=1))
+    for other in (
+        first.batch(3, 3),
+        first.batch(2, 2),
+        Batches(austen, SPEC, "cluster-b").batch(3, 2),
+        Batches(austen, other_seed, "cluster-a").batch(3, 2),
+    ):
+        assert not torch.equal(other, expected)
+
+
+def test_batches_are_the_same_on_every_machine_and_in_every_version() -> None:
+    counting = Corpus(np.arange(50_000, dtype=np.uint16), np.arange(100, dtype=np.uint16), 65536)
+    batch = Batches(counting, SPEC, "cluster-a").batch(1, 0)
+    assert batch[:, 0].tolist() == [5170, 24659, 13777, 44253]
+    assert torch.equal(batch - batch[:, :1], torch.arange(33).expand(4, 33))
+
+
+def test_windows_of_clusters_are_uniform_and_independent() -> None:
+    counting = Corpus(np.arange(60_000, dtype=np.uint16), np.arange(100, dtype=np.uint16), 65536)
+    streams = [Batches(counting, SPEC, name) for name in ("a", "b")]
+    ours, theirs = (
+        torch.cat([stream.batch(t, h)[:, 0] for t in range(1, 21) for h in range(100)]).double()
+        for stream in streams
+    )
+    for starts in (ours, theirs):  # 8000 draws: standard error of a tenth is 0.0034
+        shares = torch.histc(starts, bins=10, min=0, max=60_000) / len(starts)
+        assert (shares - 0.1).abs().max() < 0.02
+    correlation = torch.corrcoef(torch.stack([ours, theirs]))[0, 1]
+    assert abs(float(correlation)) < 0.05  # standard error 0.011
+    assert len(set(ours.tolist()) & set(theirs.tolist())) < 0.25 * len(ours)
+
+
+def test_the_first_and_the_last_window_can_be_drawn() -> None:
+    corpus = Corpus(np.arange(34, dtype=np.uint16), np.arange(33, dtype=np.uint16), 2048)
+    starts = {int(row[0]) for h in range(20) for row in Batches(corpus, SPEC, "a").batch(1, h)}
+    assert starts == {0, 1}
+
+
+# Sources
+
+
+def test_text_files_of_a_directory_are_read_in_order_and_others_ignored(tmp_path: Path) -> None:
+    second = write_sentences(tmp_path / "b.txt", 150, start=1000)
+    first = write_sentences(tmp_path / "a.txt", 150)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "picture.png").write_bytes(b"\xff\xd8")
+    with gzip.open(tmp_path / "c.txt.gz", "wt") as packed:
+        packed.write("the end")
+    corpus = load_tokens(with_data(text_data(tmp_path)), tmp_path / "cache")
+    assert decoded(corpus) == f"{first}<|endoftext|>{second}<|endoftext|>the end<|endoftext|>"
+
+
+def test_jsonl_and_parquet_give_the_same_tokens(tmp_path: Path) -> None:
+    texts = [SENTENCE.format(n) for n in range(200)] + ["", "naïve 漢字"]
+    rows = "\n".join(json.dumps({"body": text, "id": 1}) for text in texts) + "\n\n"
+    (tmp_path / "rows.jsonl").write_text(rows)
+    parquet.write_table(pyarrow.table({"id": range(len(texts)), "body": texts}), tmp_path / "rows.parquet")
+    corpora = [
+        load_tokens(
+            with_data(replace(text_data(tmp_path / f"rows.{kind}", source=kind), text_field="body")),
+            tmp_path / "cache",
+        )
+        for kind in ("jsonl", "parquet")
+    ]
+    assert decoded(corpora[0]) == "".join(f"{text}<|endoftext|>" for text in texts if text)
+    assert np.array_equal(corpora[0].train, corpora[1].train)
+    assert np.array_equal(corpora[0].valid, corpora[1].valid)
+
+
+def test_a_datasets_directory_is_streamed_up_to_max_tokens(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": SENTENCE.format(n)}) for n in range(2000)]
+    directory = tmp_path / "set"
+    directory.mkdir()
+    (directory / "train.jsonl").write_text("\n".join(rows))
+    data = replace(SPEC.data, source="hub", name=str(directory), max_tokens=3000)
+    corpus = load_tokens(with_data(data), tmp_path / "cache")
+    assert len(corpus.train) + len(corpus.valid) == 3000
+    assert decoded(corpus).startswith(f"{SENTENCE.format(0)}<|endoftext|>{SENTENCE.format(1)}<|endoftext|>")
+
+
+def test_long_texts_are_encoded_in_pieces_that_do_not_show(tmp_path: Path) -> None:
+    text = write_sentences(tmp_path / "a.txt", 20_000)  # 1.6 MB: several blocks and many pieces
+    corpus = load_tokens(with_data(text_data(tmp_path / "a.txt")), tmp_path / "cache")
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir("embedded") / "tokenizer.json"))
+    whole = np.bincount(tokenizer.encode(text).ids, minlength=2048)
+    pieces = np.bincount(np.concatenate([corpus.train, corpus.valid]), minlength=2048)
+    whole[0] += 1
+    assert np.array_equal(pieces, whole)
+
+
+# Errors
+
+
+def test_paths_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    cases = [
+        (text_data(tmp_path / "none.txt"), "none.txt does not exist"),
+        (text_data(tmp_path), "holds no text file (.txt, .txt.gz, .md)"),
+        (text_data(tmp_path, source="jsonl"), "holds no jsonl file"),
+        (replace(SPEC.data, source="hub", name=str(tmp_path)), "the dataset cannot be read"),
+        (replace(SPEC.data, tokenizer=str(tmp_path)), "no tokenizer.json there"),
+        (replace(SPEC.data, tokenizer=str(tmp_path / "x")), "no tokenizer.json there"),
+    ]
+    for data, message in cases:
+        with pytest.raises(DataError) as caught:
+            load_tokens(with_data(data), tmp_path / "cache")
+        assert message in str(caught.value)
+    assert not list(tmp_path.glob("cache/*"))
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    data = replace(SPEC.data, tokenizer=str(tmp_path))
+    for content in ("{", "[]", "{}", '{"model": {"vocab": {}}}', '{"model": {"vocab": {"a": 0}}}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(DataError, match=r"tokenizer\.json: not a tokenizer"):
+            load_tokens(with_data(data), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("before", [0, 5, (1 << 20) - 1, (1 << 20) + 7])
+def test_bytes_that_are_not_utf8_are_found_with_their_offset(tmp_path: Path, before: int) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"a" * before + "é".encode("latin-1") + b" and more text")
+    with pytest.raises(DataError, match=rf"latin\.txt: byte {before} \(0xe9\) is not UTF-8"):
+        load_tokens(with_data(text_data(tmp_path / "latin.txt")), tmp_path / "cache")
+
+
+def test_a_character_cut_off_at_the_end_of_a_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "cut.txt").write_bytes(b"abc" + "漢".encode()[:2])
+    with pytest.raises(DataError, match=r"cut\.txt: byte 3 \(0xe6\) is not UTF-8"):
+        load_tokens(with_data(text_data(tmp_path / "cut.txt")), tmp_path / "cache")
+
+
+def test_a_character_across_two_blocks_is_whole(tmp_path: Path) -> None:
+    text = "a" * ((1 << 20) - 1) + "漢字"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (document,) = documents(text_data(tmp_path / "a.txt"))
+    blocks = list(document)
+    assert len(blocks) > 1
+    assert "".join(blocks) == text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', "line 2 is not JSON"),
+        (b'["a"]', "line 2: list, must be an object with the field 'text'"),
+        (b'{"body": "a"}', "line 2: no field 'text'; there are 'body'. Set data.text_field"),
+        (b'{"text": 7}', "line 2: field 'text' is int, must be text"),
+        (b'{"text": "\xe9"}', "rows.jsonl: byte 27 (0xe9) is not UTF-8"),
+    ],
+)
+def test_bad_rows_are_named_with_their_line(tmp_path: Path, line: bytes, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(DataError) as caught:
+        load_tokens(with_data(text_data(tmp_path / "rows.jsonl", source="jsonl")), tmp_path / "cache")
+    assert message.replace("byte 25", f"byte {17 + line.index(0xE9) if 0xE9 in line else 0}") in str(
+        caught.value
+    )
+
+
+def test_a_parquet_file_without_the_column_and_a_file_that_is_none(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="no field 'text'; there are 'body'"):
+        load_tokens(with_data(text_data(tmp_path / "rows.parquet", source="parquet")), tmp_path / "cache")
+    (tmp_path / "rows.parquet").write_text("no")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        load_tokens(with_data(text_data(tmp_path / "rows.parquet", source="parquet")), tmp_path / "cache")
+
+
+def test_less_text_than_one_batch_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one line")
+    with pytest.raises(DataError, match=r"the training text has \d tokens, one batch needs 132 "):
+        load_tokens(with_data(text_data(tmp_path / "a.txt")), tmp_path / "cache")
+    (tmp_path / "a.txt").touch()
+    write_sentences(tmp_path / "a.txt", 8)
+    data = replace(text_data(tmp_path / "a.txt"), valid_fraction=0.01)
+    with pytest.raises(DataError, match=r"the held-out text has \d tokens, one sequence needs 33"):
+        load_tokens(with_data(data), tmp_path / "cache")
+
+
+def test_a_text_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(DataError, match="the training text has 0 tokens"):
+        load_tokens(with_data(text_data(tmp_path / "a.txt")), tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    write_sentences(tmp_path / "a.txt", 100)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="tokens cannot be kept there"):
+        load_tokens(with_data(text_data(tmp_path / "a.txt")), tmp_path / "file")
+
+
+# The cache
+
+
+def test_changed_text_or_settings_get_tokens_of_their_own(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    write_sentences(tmp_path / "a.txt", 100)
+    data = text_data(tmp_path / "a.txt")
+    load_tokens(with_data(data), cache)
+    load_tokens(with_data(data), cache)
+    assert len(list(cache.iterdir())) == 1
+    write_sentences(tmp_path / "a.txt", 100, start=1)
+    changed = load_tokens(with_data(data), cache)
+    assert "number 100 " in decoded(changed)
+    load_tokens(with_data(replace(data, valid_fraction=0.2)), cache)
+    load_tokens(with_data(replace(data, max_tokens=1000)), cache)
+    assert len(list(cache.iterdir())) == 4
+
+
+LOAD = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from p2p_dilocox.data.tokens import load_tokens
+from p2p_dilocox.runspec import parse_run
+spec = parse_run(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+corpus = load_tokens(spec, Path(sys.argv[2]))
+print(len(corpus.train), int(corpus.train.astype("u8").sum()), int(corpus.valid.astype("u8").sum()))
+"""
+EMBEDDED = """
+run = { id = "tiny", outer_steps = 1 }
+model = { path = "not here, so that no config class has to be imported" }
+inner = { H = 1, batch_size = 4, lr = 1e-3 }
+"""
+
+
+def test_processes_that_build_the_cache_at_the_same_instant_agree(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD, EMBEDDED, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    answers = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert answers[0] == answers[1] != ""
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,56 @@
+import pytest
+
+from p2p_dilocox.recipe import OVERLAP_DEFAULTS, RECIPES, default_gamma
+from p2p_dilocox.settings import Compression, Outer
+
+
+def test_dilocox_has_both_low_rank_and_four_bits() -> None:
+    compression = RECIPES["dilocox"].compression
+    assert (compression.lowrank, compression.bits, compression.return_bits) == (64, 4, 4)
+
+
+def test_dense_differs_from_dilocox_by_the_low_rank_and_its_damping_only() -> None:
+    full, dense = RECIPES["dilocox"], RECIPES["dilocox-dense"]
+    assert (dense.outer, dense.overlap) == (full.outer, full.overlap)
+    assert dense.compression == Compression(
+        bits=4, return_bits=4, group=64, lowrank=0, feedback="local", gamma=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "outer", "mode", "bits"),
+    [
+        ("dilocox", Outer(lr=0.7, momentum=0.7), "arrival", 4),
+        ("dilocox-dense", Outer(lr=0.7, momentum=0.7), "arrival", 4),
+        ("dilocox-paper", Outer(lr=0.5, momentum=0.5), "paper", 4),
+        ("diloco", Outer(lr=0.7, momentum=0.9), "none", 32),
+        ("opendiloco", Outer(lr=0.7, momentum=0.9), "none", 16),
+        ("fedavg", Outer(lr=1.0, momentum=0.0, nesterov=False), "none", 32),
+    ],
+)
+def test_recipes_are_those_of_their_papers(name: str, outer: Outer, mode: str, bits: int) -> None:
+    recipe = RECIPES[name]
+    assert (recipe.outer, recipe.overlap.mode, recipe.compression.bits) == (outer, mode, bits)
+    assert recipe.source.startswith("arXiv:")
+    assert len(recipe.about) > 80
+
+
+def test_every_recipe_uses_the_gamma_that_its_feedback_and_rank_call_for() -> None:
+    for recipe in RECIPES.values():
+        assert recipe.compression.gamma == default_gamma(
+            recipe.compression.feedback, recipe.compression.lowrank
+        )
+
+
+def test_error_feedback_is_damped_behind_a_low_rank_only() -> None:
+    assert (default_gamma("local", 16), default_gamma("local", 0), default_gamma("paper", 16)) == (
+        0.5,
+        1.0,
+        1.0,
+    )
+
+
+def test_overlap_defaults_are_keyed_by_their_own_mode() -> None:
+    assert {mode: overlap.mode for mode, (overlap, _) in OVERLAP_DEFAULTS.items()} == {
+        mode: mode for mode in ("arrival", "boundary", "paper", "none")
+    }
