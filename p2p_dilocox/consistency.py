@@ -12,7 +12,7 @@ from p2p_dilocox.tokenizer import EMBEDDED_TOKENIZER, vocabulary_size
 __all__ = ["RULES", "Finding", "warnings_for"]
 
 Finding = tuple[str, str]
-"""The key to blame, as "table.key", and the sentence that follows `key = value, `."""
+"""The key to blame, as "table.key", and what follows `key = value, ` (`[table.key] ` if that is a table)."""
 
 STABLE_PAPER_LR = ((0.0, 0.98), (0.3, 0.70), (0.5, 0.56), (0.7, 0.40), (0.8, 0.34), (0.9, 0.24))
 """(momentum, largest stable outer lr) of Algorithm 2 to the letter: linear model of one delayed outer step

@@ -17,37 +17,54 @@ __all__ = ["load_model_config"]
 _OLDER_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "partial_rotary_factor"}
 """Not fields of today's config classes, but still understood by them."""
 
+_OTHER_HEADS = ("summary_", "classifier_")
+"""Prefixes of config keys for heads that a causal language model does not have."""
+
 
 def load_model_config(model: Model) -> "PretrainedConfig":
     """The config that model.config or model.path describes.
 
     Raises ModelError: unknown model_type, a key this model type does not have (Hugging Face would ignore it),
-    values the config class refuses, a path without a readable config.json."""
-    from transformers import (
-        AutoConfig,
-    )  # takes seconds, and a run spec without a model check does not need it
+    values the config class refuses, dropout, a path without a readable config.json.
+    """
+    from transformers import AutoConfig  # here, because it takes seconds
 
     if model.path:
         if not (Path(model.path) / "config.json").is_file():
-            raise ModelError(f"model.path = {model.path}: there is no config.json in it")
+            raise ModelError(f"there is no config.json in {model.path}")
         try:
-            config: PretrainedConfig = AutoConfig.from_pretrained(model.path, local_files_only=True)
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                model.path, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:
-            raise ModelError(f"model.path = {model.path}: {_first_lines(error)}") from error
+            raise ModelError(f"the config.json in {model.path}: {_first_lines(error)}") from error
+        _refuse_dropout(config)
         return config
     values = dict(model.config)
     model_type = values.pop("model_type", None)
     if not isinstance(model_type, str):
-        raise ModelError('model.config has no model_type, a name such as "llama" or "gpt2"')
+        raise ModelError('it has no model_type, a name such as "llama" or "gpt2"')
     try:
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:
-        raise ModelError(f"model.config: {_first_lines(error)}") from error
+        raise ModelError(_first_lines(error)) from error
     known = {f.name for f in fields(config)} | set(config.attribute_map) | _OLDER_KEYS
     for key in values:
         if key not in known:
-            raise ModelError(f"model.config: {model_type} has no {key!r}{did_you_mean(key, known)}")
+            raise ModelError(f"{model_type} has no {key!r}{did_you_mean(key, known)}")
+    _refuse_dropout(config)
     return config
+
+
+def _refuse_dropout(config: "PretrainedConfig") -> None:
+    """Each stage draws from its own random stream: cut models with dropout differ from the whole one."""
+    given = [
+        f"{key} = {value:g}"
+        for key, value in config.to_dict().items()
+        if "drop" in key and not key.startswith(_OTHER_HEADS) and isinstance(value, int | float) and value > 0
+    ]
+    if given:
+        raise ModelError(f"{', '.join(given)}, must be 0: stages cannot drop out as the whole model would")
 
 
 def _first_lines(error: Exception) -> str:

@@ -141,7 +141,7 @@ class _Reader:
                 for blamed, sentence in rule(spec):
                     table, key = blamed.split(".")
                     value = getattr(sections[table], key)
-                    self.report((table, key), f"{self.assignment(table, key, value)}, {sentence}")
+                    self.report((table, key), self.subject(table, key, value) + sentence)
         return spec
 
     def section(self, table: str, kind: type, defaults: Mapping[str, Any]) -> Any:
@@ -183,7 +183,7 @@ class _Reader:
             limit = rule.limit
         if limit is not None:
             self.wrong.add(f"{table}.{key}")
-            self.report((table, key), f"{self.assignment(table, key, given)}, must be {limit} ({about})")
+            self.report((table, key), f"{self.subject(table, key, given)}must be {limit} ({about})")
         return value
 
     def defaults_of_recipe(self) -> dict[str, dict[str, Any]]:
@@ -212,9 +212,11 @@ class _Reader:
         section = self.tables.get(table)
         return section.get(key, default) if isinstance(section, dict) else default
 
-    def assignment(self, table: str, key: str, value: Any) -> str:
-        """`key = value` for a message; with its table where that key has no line of its own."""
-        return f"{key if (table, key) in self.lines else f'{table}.{key}'} = {_show(value)}"
+    def subject(self, table: str, key: str, value: Any) -> str:
+        """`key = value, ` to start a message; with its table where that key has no line of its own."""
+        if isinstance(value, dict):
+            return f"[{table}.{key}] "
+        return f"{key if (table, key) in self.lines else f'{table}.{key}'} = {_show(value)}, "
 
     def report(self, path: tuple[str, ...], what: str) -> None:
         """Blames the line of `path`, or of the nearest thing around it that has one."""

@@ -136,8 +136,19 @@ ONE_KEY = [
         6,
         "stages = 2, must be at most 1, the layers of the model",
     ),
-    ("vocab_size = 2048", "vocab_sizes = 2048", 8, "llama has no 'vocab_sizes', did you mean 'vocab_size'?"),
+    (
+        "vocab_size = 2048",
+        "vocab_sizes = 2048",
+        8,
+        "[model.config] cannot be used: llama has no 'vocab_sizes', did you mean 'vocab_size'?",
+    ),
     ("hidden_size = 64", "hidden_size = 65", 8, "The hidden size (65) is not a multiple"),
+    (
+        "hidden_size = 64",
+        "hidden_size = 64\nattention_dropout = 0.1",
+        8,
+        "attention_dropout = 0.1, must be 0",
+    ),
     ("hidden_size = 64", 'hidden_size = "a"', 8, "Field 'hidden_size' expected int, got str"),
     ("hidden_size = 64", "hidden_size = 64\nrms_norm_eps = nan", 8, "must be a table of plain values"),
     ("hidden_size = 64", "hidden_size = 64\nx = 1979-05-27", 8, "must be a table of plain values"),
@@ -270,7 +281,7 @@ def test_missing_tables_are_named_with_what_they_need() -> None:
     assert error_of("").splitlines() == [
         "run.toml: the table [run] is missing; it needs id, outer_steps",
         "run.toml: the table [inner] is missing; it needs H, batch_size, lr",
-        'run.toml: model.config = {}, must be set (or model.path), for example { model_type = "llama", ... }',
+        'run.toml: [model.config] must be set (or model.path), for example { model_type = "llama", ... }',
     ]
 
 
@@ -345,8 +356,17 @@ def test_a_tokenizer_directory_that_is_too_large_for_the_model_is_refused(tmp_pa
 
 
 def test_a_model_directory_is_checked_like_an_inline_config(tmp_path: Path) -> None:
-    config = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 16}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 2048}))
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 3,
+        "n_embd": 64,
+        "n_head": 2,
+        "n_positions": 16,
+        "resid_pdrop": 0.0,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"vocab_size": 2048, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    )
     start, rest = GOOD.split("[model]")
     text = f"{start}[model]\nstages = 4\npath = {json.dumps(str(tmp_path))}\n[data]{rest.split('[data]')[1]}"
     text = text.replace("microbatches = 2", "microbatches = 4")
