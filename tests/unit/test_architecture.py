@@ -50,6 +50,7 @@ PURE = {"compression", "outer", "overlap"}
 PURE_MAY_IMPORT = {"numpy", "torch"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "tools"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Factory", "Mixin")
+ENVIRONMENT = {"environ", "os.environ", "os.environb", "os.getenv", "os.putenv"}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "os.system", "yaml.load"}
 
@@ -214,8 +215,7 @@ def test_the_environment_is_read_in_one_place() -> None:
     wrong = []
     for path in (*LIBRARY, *PROGRAMS):
         for node in ast.walk(tree(path)):
-            name = dotted(node) if isinstance(node, ast.expr) else ""
-            if name in {"os.environ", "os.getenv", "os.putenv", "environ"} and path.name != "env.py":
+            if isinstance(node, ast.expr) and dotted(node) in ENVIRONMENT and path.name != "env.py":
                 wrong.append(place(path, node.lineno))
     assert wrong == []
 
