@@ -1,0 +1,1 @@
+"""State on disk: checkpoints of a rank, and the trained model as a Hugging Face directory."""

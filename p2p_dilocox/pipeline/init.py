@@ -1,0 +1,70 @@
+"""Initial parameters that depend on the seed of the run and on names only.
+
+Every rank fills just the modules it holds, each from a random stream of its own, so theta_0 is the same for
+every number of stages and ranks. It is not what `from_config` gives under one global seed: there the values
+of a layer depend on all layers drawn before it.
+"""
+
+import hashlib
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from p2p_dilocox.errors import ModelError
+
+__all__ = ["fill_"]
+
+
+def fill_(module: nn.Module, name: str, model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
+    """Give a module on the meta device its tensors, with the values `model`'s class prescribes. In place.
+
+    name: of `module` in the whole model, "" for the model itself. Parameters become float32 on `device`.
+    torch's global random state is the same afterwards. Raises ModelError if the class leaves a tensor without
+    values.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        _fill(module, name, model, seed, device)
+        _settle(module, device)
+    for path, part in module.named_modules(prefix=name):
+        for key, value in part.__dict__.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ModelError(
+                    f"{model.config.model_type}: {path}.{key} is a tensor without a rule for its values"
+                )
+
+
+def _fill(module: nn.Module, name: str, owner: PreTrainedModel, seed: int, device: torch.device) -> None:
+    """Children first, as in transformers: some classes (GPT-2) rescale what their children have drawn."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for key, child in module.named_children():
+        _fill(child, f"{name}.{key}" if name else key, owner, seed, device)
+        if isinstance(module, PreTrainedModel | nn.ModuleList):
+            _settle(child, device)  # a whole layer at a time: nothing above a layer rescales it
+    # Drawn in float64 and rounded: torch's float32 normal_() gives other bits on processors without AVX2, and
+    # theta_0 must not depend on a volunteer's hardware.
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            drawn = torch.empty_like(parameter, device="cpu", dtype=torch.float64)
+            module._parameters[key] = nn.Parameter(drawn, requires_grad=parameter.requires_grad)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = torch.empty_like(buffer, device="cpu")
+    torch.default_generator.manual_seed(_stream(seed, name))
+    owner._init_weights(module)
+
+
+def _settle(module: nn.Module, device: torch.device) -> None:
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                settled = parameter.data.to(device, torch.float32)
+                part._parameters[key] = nn.Parameter(settled, requires_grad=parameter.requires_grad)
+        for key, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                part._buffers[key] = buffer.to(device)
+
+
+def _stream(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # torch takes seeds below 2^63

@@ -1,0 +1,189 @@
+"""Where a model is cut, what each stage holds, and that initial parameters know nothing of the cut."""
+
+import hashlib
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from p2p_dilocox.errors import ModelError, SpecError
+from p2p_dilocox.pipeline import Span, build_span, config_from_spec, cut_layers, stages_of_rank
+from p2p_dilocox.pipeline.cut import _balanced_borders
+from p2p_dilocox.settings import Model
+from tests.unit.pipeline_rank import CPU, GPT2, LLAMA, MODELS, TOKENS, VOCAB, batch_of
+
+NARROW = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": VOCAB}
+MORE_FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 8},
+    "gemma2": LLAMA | {"model_type": "gemma2", "head_dim": 8},
+    "opt": NARROW | {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "gpt_neox": NARROW | {"model_type": "gpt_neox", "intermediate_size": 48},
+    "bloom": {"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 3, "vocab_size": VOCAB},
+}
+
+
+def config_of(values: dict[str, object]) -> PretrainedConfig:
+    return config_from_spec(Model(config=values))
+
+
+def spans_of(config: PretrainedConfig, stages: int, seed: int = 5) -> list[Span]:
+    cuts = cut_layers(config, stages)
+    return [build_span(config, j, j, cuts, seed=seed, device=CPU) for j in range(stages)]
+
+
+def state_of(spans: list[Span]) -> dict[str, Tensor]:
+    return {
+        name: parameter.detach()
+        for span in spans
+        for parameters in span.stage_parameters.values()
+        for name, parameter in parameters.items()
+    }
+
+
+@pytest.mark.parametrize("values", [*MODELS.values(), *MORE_FAMILIES.values()], ids=[*MODELS, *MORE_FAMILIES])
+def test_theta_0_and_logits_are_the_same_for_every_number_of_stages(values: dict[str, object]) -> None:
+    config = config_of(values)
+    whole = spans_of(config, 1)
+    tokens = batch_of(0)[:, :TOKENS]
+    logits = whole[0].module(tokens)
+    assert logits.std() > 0
+    for stages in (2, 3):
+        spans = spans_of(config, stages)
+        x = tokens
+        for span in spans:
+            x = span.module(x)
+        assert torch.equal(x, logits)
+        theta, expected = state_of(spans), state_of(whole)
+        assert theta.keys() == expected.keys()
+        assert all(torch.equal(theta[name], expected[name]) for name in expected)
+        assert sum(p.numel() for p in theta.values()) == whole[0].num_parameters == spans[-1].num_parameters
+
+
+def test_theta_0_follows_the_seed_and_leaves_the_global_random_state_alone() -> None:
+    config = config_of(LLAMA)
+    state = torch.get_rng_state()
+    one, two = (state_of(spans_of(config, 1, seed)) for seed in (1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    matrices = [name for name, value in one.items() if value.dim() == 2]
+    assert matrices
+    for name in matrices:
+        assert not torch.equal(one[name], two[name])
+    layers = [one[f"model.layers.{i}.self_attn.q_proj.weight"] for i in range(3)]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(layers, 2))
+
+
+def test_theta_0_has_the_scales_that_hugging_face_prescribes() -> None:
+    theta = state_of(spans_of(config_of(GPT2 | {"n_embd": 64}), 2))
+    assert theta["transformer.wte.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    scaled = 0.02 / (2 * 3) ** 0.5  # residual projections are scaled down by their number
+    assert theta["transformer.h.2.mlp.c_proj.weight"].std().item() == pytest.approx(scaled, rel=0.05)
+    assert torch.equal(theta["transformer.ln_f.weight"], torch.ones(64))
+
+
+def test_theta_0_has_the_same_bits_without_vector_instructions() -> None:
+    script = (
+        "from tests.unit.test_pipeline_cut import digest_of_theta_0\n"
+        "import sys; sys.stdout.write(digest_of_theta_0())"
+    )
+    plain = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        env={"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=100,
+        check=True,
+        text=True,
+    )
+    assert plain.stdout == digest_of_theta_0()
+
+
+def digest_of_theta_0() -> str:
+    theta = state_of(spans_of(config_of(LLAMA), 1))
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in theta.values())).hexdigest()
+
+
+def test_seven_layers_on_three_stages_are_balanced_by_parameters() -> None:
+    small_vocabulary = config_of(LLAMA | {"num_hidden_layers": 7})
+    assert [len(layers) for layers in cut_layers(small_vocabulary, 3)] == [2, 3, 2]
+    large_vocabulary = config_of(LLAMA | {"num_hidden_layers": 7, "vocab_size": 1500})
+    assert [len(layers) for layers in cut_layers(large_vocabulary, 3)] == [1, 5, 1]
+    assert cut_layers(small_vocabulary, 7) == [range(i, i + 1) for i in range(7)]
+    assert cut_layers(small_vocabulary, 3, (1, 1, 5)) == [range(1), range(1, 2), range(2, 7)]
+
+
+def test_no_other_cut_has_a_smaller_largest_stage() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        costs: list[int] = torch.randint(1, 100, (8,), generator=generator).tolist()
+        for parts in (1, 2, 3, 4, 8):
+            cuts = [(0, *inner, 8) for inner in itertools.combinations(range(1, 8), parts - 1)]
+            ranked = {
+                cut: (max(sizes), sum(size**2 for size in sizes))
+                for cut in cuts
+                for sizes in [[sum(costs[a:b]) for a, b in itertools.pairwise(cut)]]
+            }
+            assert ranked[tuple(_balanced_borders(costs, parts))] == min(ranked.values())
+
+
+@pytest.mark.parametrize("stages", [0, -1, 4])
+def test_stages_without_a_layer_are_refused(stages: int) -> None:
+    with pytest.raises(SpecError, match=f"model.stages = {stages}, must be between 1 and 3"):
+        cut_layers(config_of(LLAMA), stages)
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (1, 1, 2), (0, 1, 2), (3,)])
+def test_a_cut_that_does_not_add_up_is_refused(cut: tuple[int, ...]) -> None:
+    with pytest.raises(SpecError, match="must be 3 numbers"):
+        cut_layers(config_of(LLAMA), 3, cut)
+
+
+def test_ranks_share_stages_evenly_and_in_order() -> None:
+    for stages in range(1, 9):
+        for num_ranks in range(1, stages + 1):
+            shares = [stages_of_rank(stages, num_ranks, rank) for rank in range(num_ranks)]
+            assert [stage for share in shares for stage in share] == list(range(stages))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    for num_ranks, rank in ((0, 0), (4, 0), (2, 2), (2, -1)):
+        with pytest.raises(SpecError):
+            stages_of_rank(3, num_ranks, rank)
+
+
+def test_a_middle_stage_holds_its_own_layers_only() -> None:
+    config = config_of(LLAMA)
+    middle = spans_of(config, 3)[1]
+    assert {name.split(".")[2] for name in middle.stage_parameters[1]} == {"1"}
+    assert sum(p.numel() for p in middle.module.parameters()) == sum(
+        p.numel() for p in middle.stage_parameters[1].values()
+    )
+
+
+def test_embeddings_and_head_are_named_on_every_stage() -> None:
+    gpt2 = {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"}
+    for values, names in ((LLAMA, {"model.embed_tokens.weight", "lm_head.weight"}), (GPT2, gpt2)):
+        assert all(span.embedding_names == names for span in spans_of(config_of(values), 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "t5", "dropout_rate": 0.0}, "encoder-decoder"),
+        (LLAMA | {"model_type": "mixtral"}, "cannot be cut into stages"),
+        (GPT2 | {"embd_pdrop": 0.1}, r"embd_pdrop = 0\.1, must be 0"),
+        ({"model_type": "vit"}, "no causal language model"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused_with_the_reason(
+    values: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        cut_layers(config_of(values), 2)
+
+
+def test_a_config_directory_is_read(tmp_path: Path) -> None:
+    config_of(LLAMA).save_pretrained(tmp_path)
+    assert cut_layers(config_from_spec(Model(path=str(tmp_path))), 3) == [range(i, i + 1) for i in range(3)]

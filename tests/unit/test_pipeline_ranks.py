@@ -1,0 +1,216 @@
+"""A cut model, in real processes over gloo, against the same model in one piece."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from p2p_dilocox.pipeline import config_from_spec
+from tests.unit.pipeline_rank import CLIP_NORM, CPU, LR, MODELS, batch_of, pipeline_of, spec_of, train
+
+STEPS, STEPS_TIED = 5, 20
+DEADLINE_S = 100
+CASES = [
+    {
+        "model": model,
+        "stages": stages,
+        "schedule": schedule,
+        "steps": STEPS_TIED if "tied" in model else STEPS,
+    }
+    for model in MODELS
+    for stages in (2, 3)
+    for schedule in ("1f1b", "gpipe")
+]
+LAUNCHES = {
+    2: [case for case in CASES if case["stages"] == 2 or case["schedule"] == "1f1b"],
+    3: [case for case in CASES if case["stages"] == 3],
+}
+"""Ranks of a cluster -> its cases. With 2 ranks and 3 stages, rank 1 holds two stages."""
+
+
+@dataclass
+class Result:
+    numbers: list[dict[str, object]]
+    """Of each rank."""
+    tensors: dict[str, Tensor]
+    """Of all ranks together."""
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Ranks -> directory of what they wrote. Both clusters run at once."""
+    root = Path(__file__).parents[2]
+    directories = {num_ranks: tmp_path_factory.mktemp(f"ranks{num_ranks}") for num_ranks in LAUNCHES}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = []
+    for num_ranks, directory in directories.items():
+        (directory / "cases.json").write_text(json.dumps(LAUNCHES[num_ranks]))
+        for rank in range(num_ranks):
+            command = [
+                sys.executable,
+                "-m",
+                "tests.unit.pipeline_rank",
+                str(rank),
+                str(num_ranks),
+                str(directory),
+            ]
+            with (directory / f"log{rank}").open("w") as log:
+                process = subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=log)
+            processes.append((process, rank, num_ranks))
+    try:
+        for process, rank, num_ranks in processes:
+            code = process.wait(DEADLINE_S)
+            log_text = (directories[num_ranks] / f"log{rank}").read_text()
+            assert code == (9 if rank == num_ranks - 1 else 0), log_text[-3000:]
+    finally:
+        for process, _, _ in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return directories
+
+
+def result_of(directory: Path, case: Mapping[str, object], num_ranks: int) -> Result:
+    tensors: dict[str, Tensor] = {}
+    numbers = []
+    for rank in range(num_ranks):
+        path = directory / f"{case['model']}-{case['stages']}-{case['schedule']}-rank{rank}"
+        new = load_file(f"{path}.safetensors")
+        assert not tensors.keys() & new.keys(), "two ranks own one tensor"
+        tensors |= new
+        numbers.append(json.loads(Path(f"{path}.json").read_text()))
+    return Result(numbers, tensors)
+
+
+@pytest.fixture(scope="module")
+def uncut() -> dict[str, tuple[dict[str, list[float]], dict[str, Tensor]]]:
+    """Model -> losses, norms and tensors of the ordinary Hugging Face model, trained by an ordinary loop."""
+    return {model: train_uncut(model) for model in MODELS}
+
+
+def train_uncut(model: str) -> tuple[dict[str, list[float]], dict[str, Tensor]]:
+    spec = spec_of(model, 1)
+    theta = pipeline_of(spec, 0, 1).parameters
+    whole = AutoModelForCausalLM.from_config(config_from_spec(spec.model), dtype=torch.float32)
+    lacking, unknown = whole.load_state_dict({n: p.detach() for n, p in theta.items()}, strict=False)
+    assert not unknown and lacking == (["lm_head.weight"] if "tied" in model else [])
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=LR)
+    numbers: dict[str, list[float]] = {"losses": [], "norms": []}
+    tensors: dict[str, Tensor] = {}
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        return functional.cross_entropy(whole(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    for step in range(STEPS_TIED if "tied" in model else STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(batch_of(step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        numbers["losses"].append(loss.item())
+        numbers["norms"].append(torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP_NORM).item())
+        if step < 3:
+            tensors |= {f"grad{step}:{n}": p.grad.clone() for n, p in whole.named_parameters()}
+        optimizer.step()
+    with torch.no_grad():
+        numbers["evaluated"] = [torch.stack([loss_of(batch_of(100)), loss_of(batch_of(101))]).mean().item()]
+    return numbers, tensors
+
+
+def assert_equals_uncut(
+    numbers: dict[str, object],
+    tensors: dict[str, Tensor],
+    whole: tuple[dict[str, list[float]], dict[str, Tensor]],
+) -> None:
+    expected, grads = whole
+    assert max(expected["norms"]) > CLIP_NORM, "the case must clip"
+    assert numbers["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert numbers["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    assert numbers["evaluated"] == pytest.approx(expected["evaluated"][0], rel=1e-5)
+    assert {n for n in tensors if n.startswith("grad")} == grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(tensors[name], grad, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_trains_like_the_uncut_model(
+    model: str, uncut: dict[str, tuple[dict[str, list[float]], dict[str, Tensor]]]
+) -> None:
+    for stages in (1, 3):  # one process that holds all stages
+        numbers, tensors = train(
+            pipeline_of(spec_of(model, stages), 0, 1), STEPS_TIED if "tied" in model else STEPS
+        )
+        assert_equals_uncut(numbers, tensors, uncut[model])
+
+
+@pytest.mark.parametrize("num_ranks", LAUNCHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_train_like_the_uncut_model(
+    model: str,
+    num_ranks: int,
+    clusters: dict[int, Path],
+    uncut: dict[str, tuple[dict[str, list[float]], dict[str, Tensor]]],
+) -> None:
+    cases = [case for case in LAUNCHES[num_ranks] if case["model"] == model]
+    assert cases
+    for case in cases:
+        result = result_of(clusters[num_ranks], case, num_ranks)
+        assert all(numbers == result.numbers[0] for numbers in result.numbers), "every rank must get the same"
+        assert_equals_uncut(result.numbers[0], result.tensors, uncut[model])
+
+
+@pytest.mark.parametrize("num_ranks", LAUNCHES)
+def test_tied_copies_are_bit_equal_after_20_steps(num_ranks: int, clusters: dict[int, Path]) -> None:
+    owners = {"llama-tied": "model.embed_tokens.weight", "gpt2-tied": "transformer.wte.weight"}
+    for case in LAUNCHES[num_ranks]:
+        if case["model"] in owners:
+            tensors = result_of(clusters[num_ranks], case, num_ranks).tensors
+            owner = tensors[f"final:{owners[str(case['model'])]}"]
+            assert torch.equal(tensors["copy"], owner)
+            assert not torch.equal(owner, tensors["copy"].roll(1)), "a constant tensor would prove nothing"
+
+
+@pytest.mark.parametrize("num_ranks", LAUNCHES)
+def test_neighbours_of_a_dead_rank_raise_cluster_error(num_ranks: int, clusters: dict[int, Path]) -> None:
+    for rank in range(num_ranks - 1):
+        message = (clusters[num_ranks] / f"lost-rank{rank}").read_text()
+        assert f"rank {rank} of {num_ranks} lost another rank of this cluster" in message
+
+
+def test_gradients_that_are_not_finite_are_dropped_and_move_nothing() -> None:
+    pipeline = pipeline_of(spec_of("llama", 1), 0, 1)
+    optimizer = torch.optim.AdamW(pipeline.all_parameters, lr=LR)
+    before = {name: p.detach().clone() for name, p in pipeline.parameters.items()}
+    pipeline.forward_backward(batch_of(0))
+    grad = pipeline.all_parameters[3].grad
+    assert grad is not None
+    grad[0] = float("inf")
+    assert pipeline.clip_().grad_norm == float("inf")
+    optimizer.step()
+    assert all(torch.equal(before[name], p) for name, p in pipeline.parameters.items())
+
+
+def test_a_batch_that_microbatches_cannot_share_evenly_is_refused() -> None:
+    pipeline = pipeline_of(spec_of("llama", 1, microbatches=3), 0, 1)
+    with pytest.raises(ValueError, match=r"8 sequences, must be a multiple of inner\.microbatches = 3"):
+        pipeline.forward_backward(batch_of(0))
+
+
+def test_bf16_computes_near_fp32_and_keeps_fp32_gradients() -> None:
+    full, half = (pipeline_of(spec_of("llama", 1), 0, 1) for _ in range(2))
+    half.span.module.autocast_dtype = torch.bfloat16
+    assert half.device == CPU
+    for pipeline in (full, half):
+        pipeline.forward_backward(batch_of(0))
+    losses = [pipeline.clip_().loss for pipeline in (full, half)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in half.all_parameters)
