@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
 from p2p_dilocox.errors import StateError
 from p2p_dilocox.events import Evaluated, InnerStep, RoundCommitted
 from p2p_dilocox.sinks import read_events
@@ -31,6 +34,7 @@ def load_curves(state: Path) -> Curves:
     seen: set[tuple[int, int]] = set()
     work: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     sent: dict[int, int] = defaultdict(int)
+    val: dict[int, float] = {}
     for event in read_events(state / "events.jsonl"):
         match event:
             case InnerStep() if (event.t, event.h) not in seen:  # several ranks may report it
@@ -41,7 +45,8 @@ def load_curves(state: Path) -> Curves:
             case RoundCommitted():
                 sent[event.t] += event.sent_bytes
             case Evaluated():
-                curves.val_loss.append((event.t, event.val_loss))
+                val[event.t] = event.val_loss
+    curves.val_loss = sorted(val.items())
     if not curves.loss and not curves.val_loss:
         raise StateError(f"{state} has no losses yet: wait for the first inner step.")
     curves.tokens_per_s = [
@@ -62,29 +67,33 @@ def plot_curves(
 
     unigram_loss: a baseline (nats per token) for the loss panel.
     fp16_bytes: what averaging the same parameters in fp16 would send per outer step.
-    Raises StateError if matplotlib is missing or `out` cannot be written.
+    Raises StateError if `out` cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise StateError("drawing needs matplotlib: pip install 'p2p-dilocox[plot]'.") from error
     figure = Figure(figsize=(15, 4.5), dpi=100, layout="constrained")
     loss, speed, traffic = figure.subplots(1, 3)
     for number, curves in enumerate(clusters):
-        colour = f"C{number}"
-        loss.plot(*_xy(curves.loss), color=colour, alpha=0.3, linewidth=1)
-        loss.plot(
-            *_xy(curves.val_loss), color=colour, marker="o", markersize=3, label=f"{curves.name}, validation"
-        )
-        speed.plot(*_xy(curves.tokens_per_s), color=colour, marker="o", markersize=3, label=curves.name)
-        traffic.plot(*_xy(curves.sent_bytes), color=colour, marker="o", markersize=3, label=curves.name)
+        loss.plot(*_xy(curves.loss), color=f"C{number}", alpha=0.3, linewidth=1)
+        for panel, points, what in (
+            (loss, curves.val_loss, ", validation"),
+            (speed, curves.tokens_per_s, ""),
+            (traffic, curves.sent_bytes, ""),
+        ):
+            panel.plot(
+                *_xy(points),
+                color=f"C{number}",
+                linestyle="-"
+                if number == 0
+                else (0, (3, 2 + number)),  # equal curves show through each other
+                marker="o",
+                markersize=3,
+                label=f"{curves.name}{what}",
+            )
     if unigram_loss is not None:
         loss.axhline(unigram_loss, color="grey", linestyle="--", linewidth=1, label="unigram baseline")
     if fp16_bytes is not None:
         traffic.axhline(fp16_bytes, color="grey", linestyle="--", linewidth=1, label="fp16 averaging")
-        traffic.set_yscale("log")
-    else:
-        traffic.set_ylim(bottom=0)
+    traffic.set_ylim(bottom=0)
+    traffic.yaxis.set_major_formatter(EngFormatter(unit="B"))
     speed.set_ylim(bottom=0)
     for panel, title in (
         (loss, "loss (nats per token)"),
@@ -93,6 +102,7 @@ def plot_curves(
     ):
         panel.set_title(title)
         panel.set_xlabel("outer step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
         panel.legend()
     try:

@@ -38,12 +38,8 @@ class TensorBoardSink:
     """Scalars for TensorBoard. Training scalars are drawn over inner steps, the others over outer steps t."""
 
     def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise StateError(
-                "TensorBoard is not installed: pip install 'p2p-dilocox[tensorboard]', or go without it."
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds; supervisors only need JsonlSink
+
         self._writer = SummaryWriter(str(directory))
         self._inner_steps = 0
 

@@ -106,9 +106,9 @@ def status(link: str | None, state_dir: Path | None, as_json: bool) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 def export(state_dir: Path, out: Path) -> None:
     """Write the last checkpoint of STATE_DIR to OUT as a Hugging Face model."""
-    from .export import export_model
+    from .export import export_newest
 
-    click.echo(export_model(state_dir, out))
+    click.echo(f"wrote the model of outer step {export_newest(state_dir, out)} to {out}")
 
 
 @main.command()

@@ -8,7 +8,7 @@ import click
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from p2p_dilocox.events import Event, Phase, RoundDropped, Warned
+from p2p_dilocox.events import Evaluated, Event, Phase, RoundDropped, Warned
 
 from .progress import Progress, RoundTotals
 from .view import phase_line, round_line
@@ -75,7 +75,11 @@ class PlainDisplay:
                 if event.name != self._phase or event.time >= self._phase_time + _REPEAT_S:
                     self._phase, self._phase_time = event.name, event.time
                     self.say(phase_line(progress))
-            case RoundDropped() | Warned() if progress.log:
+            case Evaluated() if event.rank == 0:
+                self.say(f"outer {event.t} evaluated  val loss {event.val_loss:.3f}")
+            case RoundDropped() if event.rank == 0:
+                self.say(f"outer {event.t} dropped  {progress.dropped[event.t]}")
+            case Warned():
                 self.say(progress.log[-1][1])
 
     def tick(self) -> None: ...

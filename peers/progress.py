@@ -104,6 +104,8 @@ class Progress:
                 self.log.append((event.time, f"rank {event.rank}: {printable(event.message, 400)}"))
             case Finished():
                 self.finished[event.rank] = event.reason
+                if event.rank == 0:
+                    self.phase, self.detail = event.reason, ""
                 self.digests.update(event.parameter_digests)
         return None
 

@@ -18,10 +18,12 @@ def spec_summary(spec: RunSpec) -> Group:
     lowrank = f"lowrank {compression.lowrank}, " if compression.lowrank else ""
     model = spec.model.config.get("model_type", "from " + spec.model.path)
     rows = {
-        "run": f"{run.id}, recipe {run.recipe}, {run.outer_steps} outer steps, at least {run.min_clusters} clusters",
+        "run": f"{run.id}, recipe {run.recipe}, {run.outer_steps} outer steps, "
+        f"at least {run.min_clusters} clusters",
         "model": f"{model} in {spec.model.stages} stages",
         "data": f"{data.source}, sequences of {data.seq_len} tokens, {tokens:,} tokens per cluster",
-        "inner": f"H {inner.H}, batch {inner.batch_size} in {inner.microbatches} microbatches, lr {inner.lr:g}",
+        "inner": f"H {inner.H}, batch {inner.batch_size} in {inner.microbatches} microbatches, "
+        f"lr {inner.lr:g}",
         "outer": f"lr {spec.outer.lr:g}, momentum {spec.outer.momentum:g}, overlap {spec.overlap.mode}",
         "compression": f"{lowrank}{coding}, feedback {compression.feedback}",
         "deadlines": f"a round within {spec.deadlines.round_s:g} s",

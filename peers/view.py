@@ -22,11 +22,13 @@ _PHASE_STYLES = {
 }
 _LABEL_WIDTH = 10
 _MAX_HEIGHT = 40
+_PLAIN_WIDTH = 120  # of tables in files and pipes
 
 
 def console() -> Console:
     """Standard output. Without markup: text in our tables may come from other clusters."""
-    return Console(markup=False, highlight=False)
+    screen = Console(markup=False, highlight=False)
+    return screen if screen.is_terminal else Console(markup=False, highlight=False, width=_PLAIN_WIDTH)
 
 
 class ClusterView:
@@ -87,7 +89,7 @@ class DemoView:
         width = options.max_width - 4 - _LABEL_WIDTH - 12
         for p in self.clusters:
             losses.add_row(_label(p.name), Text(sparkline(p.losses, width), "yellow"), _number(p.loss))
-        log = sorted((line for p in self.clusters for line in p.log), key=lambda line: line[0])
+        log = sorted((when, f"{p.name}  {line}") for p in self.clusters for when, line in p.log)
         yield Panel(
             Group(bar, table, losses, Text(), *_log_lines(log, 4)),
             title=Text.assemble(("dilocox demo", "bold cyan"), f"  {self.headline}"),
@@ -101,9 +103,8 @@ def round_line(progress: Progress, totals: RoundTotals) -> str:
     """The one line that a log has per outer step; always the same order."""
     mb = f"{totals.sent_bytes / 1e6:.1f}" if totals.sent_bytes >= 1e5 else f"{totals.sent_bytes / 1e6:.3f}"
     clusters = f"{len(totals.members)} cluster{'' if len(totals.members) == 1 else 's'}"
-    val = f"  val {progress.val_loss:.3f}" if progress.val_loss is not None else ""
     return (
-        f"outer {totals.t} committed  {clusters}  loss {_number(progress.loss)}{val}  {mb} MB up  "
+        f"outer {totals.t} committed  {clusters}  loss {_number(progress.loss)}  {mb} MB up  "
         f"lowrank {totals.lowrank}  H {totals.H}  hidden {totals.hidden:.0%} of {totals.seconds:.1f} s"
     )
 

@@ -1,0 +1,63 @@
+"""What a round of averaging should send, from the codec's sizes alone; and what fp16 averaging would send.
+
+The demo and the tests compare these figures with the bytes counted on sockets.
+"""
+
+import torch
+
+from p2p_dilocox.averaging.coded import chunk_ranges
+from p2p_dilocox.compression import Layout, Phase, chunk_bytes
+from p2p_dilocox.pipeline import build_span, config_from_spec, cut_layers
+from p2p_dilocox.runspec import RunSpec
+
+__all__ = ["ModelTensors", "fp16_bytes", "model_tensors", "round_bytes"]
+
+_PHASES: tuple[Phase, ...] = ("p", "q")
+
+
+class ModelTensors:
+    """The averaged tensors of a run by stage, without their values."""
+
+    def __init__(self, stages: dict[int, dict[str, tuple[int, ...]]], dense_names: frozenset[str]) -> None:
+        self.stages = stages
+        self.dense_names = dense_names
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shapes in self.stages.values() for shape in shapes.values())
+
+
+def model_tensors(spec: RunSpec) -> ModelTensors:
+    """Names and shapes per stage; nothing is allocated."""
+    config = config_from_spec(spec.model)
+    cuts = cut_layers(config, spec.model.stages, spec.model.cut)
+    span = build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=torch.device("meta"))
+    shapes = {
+        stage: {name: tuple(p.shape) for name, p in parameters.items()}
+        for stage, parameters in span.stage_parameters.items()
+    }
+    return ModelTensors(shapes, span.embedding_names)
+
+
+def round_bytes(spec: RunSpec, tensors: ModelTensors, num_clusters: int) -> float:
+    """Bytes that a cluster sends in one round, the mean over its members: encoded chunks only.
+
+    Each member sends the others their parts of its contribution, and the average of its own part.
+    """
+    c = spec.compression
+    others = num_clusters - 1
+    total = 0
+    for shapes in tensors.stages.values():
+        layout = Layout(shapes, lowrank=c.lowrank, group=c.group, dense_names=tensors.dense_names)
+        for phase in _PHASES:
+            for part in chunk_ranges(layout, phase, num_clusters):
+                for start, end in part:
+                    there = chunk_bytes(end - start, c.bits, c.group)
+                    back = chunk_bytes(end - start, c.return_bits, c.group)
+                    total += others * (there + back)
+    return total / num_clusters
+
+
+def fp16_bytes(num_parameters: int, num_clusters: int) -> float:
+    """What a member of a ring or butterfly AllReduce sends: 2 (D - 1) / D of the values, 2 bytes each."""
+    return 2 * (num_clusters - 1) / num_clusters * 2 * num_parameters

@@ -1,0 +1,39 @@
+"""The newest checkpoint of a cluster as a Hugging Face model."""
+
+from pathlib import Path
+
+from p2p_dilocox.checkpoint.export import export_model
+from p2p_dilocox.checkpoint.store import anchors, newest
+from p2p_dilocox.errors import StateError
+from p2p_dilocox.pipeline import config_from_spec
+from p2p_dilocox.runspec import parse_run
+from p2p_dilocox.swarm.signed import spec_digest
+from p2p_dilocox.tokenizer import tokenizer_dir
+from p2p_dilocox.traffic import model_tensors
+
+__all__ = ["export_newest"]
+
+
+def export_newest(state: Path, out: Path) -> int:
+    """Write the anchor of the newest complete checkpoint in `state` to `out`. Returns its outer step.
+
+    Raises StateError if there is no checkpoint, or `out` is there already.
+    """
+    try:
+        text = (state / "run.toml").read_text(encoding="utf-8")
+    except OSError as error:
+        raise StateError(f"{state} has no run.toml: is it the --state-dir of a dilocox-peer join?") from error
+    spec = parse_run(text, name=str(state / "run.toml"))
+    saved = newest(state / "checkpoints", spec_digest(text))
+    if saved is None:
+        every = spec.checkpoint.every
+        raise StateError(
+            f"{state} has no complete checkpoint yet; one is made every {every} outer steps and at the end."
+        )
+    tensors = anchors(saved)
+    shards = (
+        (stage, {name: tensors[name] for name in shapes if name in tensors})
+        for stage, shapes in model_tensors(spec).stages.items()
+    )
+    export_model(config_from_spec(spec.model), shards, tokenizer_dir(spec.data.tokenizer), out)
+    return int(str(saved.place["outer_t"]))
