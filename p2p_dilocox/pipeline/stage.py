@@ -90,7 +90,9 @@ class Pipeline:
         norms = torch.stack(torch._foreach_norm(grads)).double()
         loss = self._loss if self._loss is not None else torch.zeros((), device=self.device)
         local = torch.stack([norms.square().sum(), loss.double()])
-        grad_sq, mean_loss, *sums = self._sum(torch.cat([local, torch.tensor(extra).to(local)]))
+        grad_sq, mean_loss, *sums = self._sum(
+            torch.cat([local, torch.tensor(extra, dtype=torch.float64, device=self.device)])
+        )
         norm = math.sqrt(grad_sq)  # a negative sum is impossible; inf and nan pass through
         every = [p.grad for p in self.all_parameters if p.grad is not None]
         if not math.isfinite(norm):

@@ -1,4 +1,4 @@
-"""One tensor at both ends of a pipeline: the embedding of stage 0, which owns it, and the head of the last stage.
+"""One tensor at both ends of a pipeline: the embedding of stage 0, which owns it, and the last stage's head.
 
 Both ranks add up both gradients, in bits the same sum, and take the same optimizer step, so the copies stay
 equal without being sent. The copy counts in no gradient norm and is never averaged or saved.

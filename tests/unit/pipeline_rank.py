@@ -98,10 +98,11 @@ def train(pipeline: Pipeline, steps: int) -> tuple[dict[str, object], dict[str, 
     tensors: dict[str, Tensor] = {}
     for step in range(steps):
         pipeline.forward_backward(batch_of(step))
-        result = pipeline.clip_([1.0, float(pipeline.rank)])
+        result = pipeline.clip_([1.0, pipeline.rank + 2.0**40])
         losses.append(result.loss)
         norms.append(result.grad_norm)
-        assert result.extra == [pipeline.num_ranks, sum(range(pipeline.num_ranks))]
+        ranks = range(pipeline.num_ranks)
+        assert result.extra == [len(ranks), sum(ranks) + len(ranks) * 2.0**40], "float32 would round"
         if step < 3:
             for name, parameter in pipeline.parameters.items():
                 assert parameter.grad is not None, name
