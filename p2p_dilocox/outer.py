@@ -48,15 +48,16 @@ def nesterov_(theta: Parameters, momentum: Parameters, average: Average, *, lr: 
     """v <- beta v + Delta; theta <- theta - lr (Delta + beta v), as torch.optim.SGD(nesterov=True). In place.
 
     DiLoCo (arXiv 2311.08105), Algorithm 1; Delta = average pseudo-gradient, old minus new, so it descends.
+    Without momentum v is Delta itself, and theta takes it as it came: rounded to v's float32 it would not be exact.
     """
     for v in momentum.values():
         v.mul_(beta)
     average.add_to_(momentum, 1.0)
-    if nesterov:
+    if nesterov or beta == 0.0:
         average.add_to_(theta, -lr)
-    if ahead := lr * (beta if nesterov else 1.0):  # adding -0.0 * v would turn a parameter of -0.0 into 0.0
+    if beta != 0.0:
         for name, v in momentum.items():
-            theta[name].add_(v, alpha=-ahead)
+            theta[name].add_(v, alpha=-lr * (beta if nesterov else 1.0))
 
 
 class OuterState:

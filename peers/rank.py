@@ -120,6 +120,9 @@ def _build(
     held = stages_of_rank(spec.model.stages, num_ranks, index)
     span = build_span(model_config, held[0], held[-1], cuts, seed=spec.run.seed, device=device)
     pipeline = Pipeline(spec, span, index, num_ranks, device)
+    if index == 0:
+        load_tokens(spec, state / "tokens")  # encodes the text; the other ranks find it in the cache
+    pipeline.barrier()
     batches = Batches(load_tokens(spec, state / "tokens"), spec, key.cluster_id)
 
     names = {s: [n for n, stage in pipeline.stage_of.items() if stage == s] for s in held}

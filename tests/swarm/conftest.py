@@ -1,9 +1,10 @@
 """A swarm in one process: real nodes on loopback, real streams; every rank with a network thread of its own."""
 
 import contextlib
+import importlib
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -230,5 +231,6 @@ def swarm() -> Iterator[Callable[[str], Swarm]]:
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Path:
-    return tmp_path
+def rank_module() -> Any:
+    """The module behind the installed worker; imported by its installed name, see pyproject.toml."""
+    return importlib.import_module("p2p_dilocox.peers.rank")

@@ -1,0 +1,215 @@
+"""Whole clusters through the code that a rank runs, in this process: exact algebra, late joiners, resume."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2p_dilocox.data import Batches, load_tokens
+from p2p_dilocox.events import Event, Finished, InnerStep, Phase, RoundCommitted
+from p2p_dilocox.inner import InnerOptimizer
+from p2p_dilocox.outer import OuterState
+from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
+from p2p_dilocox.runspec import parse_run, total_inner_steps
+from p2p_dilocox.swarm.identity import SigningKey
+from p2p_dilocox.swarm.link import JoinLink
+
+from .conftest import Swarm
+
+RUN = """
+[run]
+id = "test"
+recipe = "{recipe}"
+seed = 3
+outer_steps = {outer_steps}
+min_clusters = {min_clusters}
+[model]
+stages = 2
+[model.config]
+model_type = "llama"
+vocab_size = 2048
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+max_position_embeddings = 64
+tie_word_embeddings = true
+[data]
+seq_len = 32
+[inner]
+H = 3
+batch_size = 4
+microbatches = 2
+lr = 1e-2
+warmup_steps = 4
+[deadlines]
+round_s = 20.0
+[checkpoint]
+every = 2
+[eval]
+every = 2
+batches = 1
+{more}
+"""
+LOSSLESS = "[compression]\nbits = 64\nreturn_bits = 64\nlowrank = 0\nfeedback = 'none'\n"
+MakeSwarm = Callable[[str], Swarm]
+
+
+def run_text(recipe: str = "dilocox", outer_steps: int = 4, min_clusters: int = 1, more: str = "") -> str:
+    return RUN.format(recipe=recipe, outer_steps=outer_steps, min_clusters=min_clusters, more=more)
+
+
+class Peer:
+    """A cluster of one rank, in a thread, through `run_rank`."""
+
+    def __init__(self, run_rank: Any, wish: Any, net: Swarm, state: Path, name: str) -> None:
+        self.state = state / name
+        self.state.mkdir(exist_ok=True)
+        self.events: list[Event] = []
+        self.wish = wish()
+        self.reached = threading.Condition()
+        self.error: BaseException | None = None
+        config = {
+            "rank": 0, "num_ranks": 1, "device": "cpu", "threads": 1, "state_dir": str(self.state), "run_text": net.text,
+            "link": str(JoinLink("test", net.organiser.public, tuple(net.link[1]))), "rendezvous": "", "name": name,
+            "listen": "/ip4/127.0.0.1/tcp/0", "announce": None,
+        }  # fmt: skip
+        self.thread = threading.Thread(target=self._run, args=(run_rank, config))
+        self.thread.start()
+
+    def _run(self, run_rank: Any, config: dict[str, Any]) -> None:
+        try:
+            run_rank(config, self._report, self.wish)
+        except BaseException as error:  # noqa: BLE001 (handed to the test by `finish`)
+            self.error = error
+            with self.reached:
+                self.reached.notify_all()
+
+    def _report(self, event: Event) -> None:
+        with self.reached:
+            self.events.append(event)
+            self.reached.notify_all()
+
+    def until(self, done: Callable[[Event], bool]) -> None:
+        with self.reached:
+            assert self.reached.wait_for(lambda: self.error or any(done(e) for e in self.events), 60)
+        if self.error:
+            raise self.error
+
+    def finish(self) -> Finished:
+        self.thread.join(90)
+        if self.error:
+            raise self.error
+        (finished,) = [e for e in self.events if isinstance(e, Finished)]
+        return finished
+
+    def losses(self) -> dict[tuple[int, int], float]:
+        return {(e.t, e.h): e.loss for e in self.events if isinstance(e, InnerStep)}
+
+
+@pytest.fixture
+def join(rank_module: Any, tmp_path: Path) -> Callable[[Swarm, str], Peer]:
+    return lambda net, name: Peer(rank_module.run_rank, rank_module.Wish, net, tmp_path, name)
+
+
+def plain_training(text: str, state: Path, cluster_id: str) -> dict[int, str]:
+    """The same model on the same batches with AdamW and nothing else; digests of its parameters by stage."""
+    spec = parse_run(text)
+    torch.set_num_threads(1)  # as the peer's configuration says: more threads round differently
+    cpu = torch.device("cpu")
+    config = config_from_spec(spec.model)
+    cuts = cut_layers(config, spec.model.stages, spec.model.cut)
+    pipeline = Pipeline(spec, build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu), 0, 1, cpu)
+    inner = InnerOptimizer(pipeline.all_parameters, spec.inner, total_inner_steps(spec))
+    batches = Batches(load_tokens(spec, state / "tokens"), spec, cluster_id)
+    for t in range(1, spec.run.outer_steps + 1):
+        for h in range(spec.inner.H):
+            pipeline.forward_backward(batches.batch(t, h))
+            pipeline.clip_()
+            inner.step((t - 1) * spec.inner.H + h)
+    outer = OuterState(spec, pipeline.parameters, frozenset(), "")
+    stage_of = pipeline.stage_of
+    return {s: outer.digest([n for n in outer.anchor if stage_of[n] == s]) for s in sorted(set(stage_of.values()))}
+
+
+def test_one_cluster_with_a_lossless_codec_and_outer_lr_1_is_plain_training_bit_for_bit(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], tmp_path: Path
+) -> None:
+    """Field report C6."""
+    text = run_text("fedavg", more=LOSSLESS)
+    peer = join(swarm(text), "alone")
+    finished = peer.finish()
+    assert finished.reason == "complete"
+    cluster_id = SigningKey.load_or_create(peer.state / "cluster.key").cluster_id
+    assert finished.parameter_digests == plain_training(text, peer.state, cluster_id)
+
+
+@pytest.mark.parametrize("overlap", ["arrival", "boundary", "paper", "none"])
+def test_two_clusters_end_with_equal_parameters_in_every_overlap(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], overlap: str
+) -> None:
+    net = swarm(run_text(min_clusters=2, more=f"[compression]\nlowrank = 8\n[overlap]\nmode = '{overlap}'\n"))
+    peers = [join(net, "a"), join(net, "b")]
+    first, second = (p.finish() for p in peers)
+    assert first.parameter_digests == second.parameter_digests
+    for peer in peers:
+        committed = [e for e in peer.events if isinstance(e, RoundCommitted)]
+        assert [e.t for e in committed] == [1, 2, 3, 4]
+        assert all(len(e.members) == 2 and e.included for e in committed)
+    histories = [
+        [json.loads(line) for line in (p.state / "history" / "rank0.jsonl").read_text().splitlines()] for p in peers
+    ]
+    assert [(r["t"], r["stage"], r["digest"]) for r in histories[0]] == [
+        (r["t"], r["stage"], r["digest"]) for r in histories[1]
+    ]
+
+
+def test_a_late_cluster_downloads_the_state_and_is_in_step_from_then_on(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer]
+) -> None:
+    net = swarm(run_text(outer_steps=5000, more="[compression]\nlowrank = 8\n"))
+    early = join(net, "early")
+    early.until(lambda e: isinstance(e, RoundCommitted) and e.t == 2)
+    late = join(net, "late")
+    late.until(lambda e: isinstance(e, RoundCommitted) and len(e.members) == 2 and e.included)
+    first = next(e for e in late.events if isinstance(e, RoundCommitted) and e.included)
+    late.until(lambda e: isinstance(e, RoundCommitted) and e.t == first.t + 2)
+    early.until(lambda e: isinstance(e, RoundCommitted) and e.t == first.t + 2)
+    for peer in (early, late):
+        peer.wish.value = peer.wish.LEAVE_NOW
+        assert peer.finish().reason == "left"
+    assert any(isinstance(e, Phase) and e.name == "downloading" for e in late.events)
+    digests = {e.t: e.parameter_digests for e in early.events if isinstance(e, RoundCommitted)}
+    shared = [e for e in late.events if isinstance(e, RoundCommitted) and e.t in digests]
+    assert len(shared) >= 3
+    for event in shared:
+        assert event.parameter_digests == digests[event.t]
+    rates = {(e.t, e.h): e.lr for e in early.events if isinstance(e, InnerStep)}  # field report C9
+    for inner in late.events:
+        if isinstance(inner, InnerStep) and (inner.t, inner.h) in rates:
+            assert inner.lr == rates[inner.t, inner.h]
+
+
+@pytest.mark.parametrize("overlap", ["none", "boundary"])  # in `arrival` the network decides when a round lands
+def test_a_resumed_cluster_repeats_the_losses_it_would_have_had(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], overlap: str
+) -> None:
+    """Field report E6. The first swarm runs through; the second one stops after outer step 2 and comes back."""
+    text = run_text("dilocox", outer_steps=6, more=f"[compression]\nlowrank = 8\n[overlap]\nmode = '{overlap}'\n")
+    peer = join(swarm(text), "alone")
+    whole = peer.finish()
+    for step in (peer.state / "checkpoints").iterdir():
+        if step.name != "step-4":
+            for file in step.iterdir():
+                file.unlink()
+            step.rmdir()
+    again = join(swarm(text), "alone")
+    assert again.finish().parameter_digests == whole.parameter_digests
+    losses = peer.losses()
+    repeated = {place: loss for place, loss in again.losses().items() if losses[place] != loss}
+    assert again.losses() and not repeated
