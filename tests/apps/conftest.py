@@ -122,7 +122,11 @@ def wait_for_end(pids: list[int], timeout_s: float) -> list[int]:
 def _children(pid: int) -> list[int]:
     """Of all threads of `pid`."""
     with contextlib.suppress(OSError):
-        return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+        return [
+            int(child)
+            for file in Path(f"/proc/{pid}/task").glob("*/children")
+            for child in file.read_text().split()
+        ]
     return []
 
 
@@ -154,7 +158,16 @@ def endless_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("organiser")
     (directory / "run.toml").write_text(RUN.format(outer_steps=1_000_000, H=2))
     state = directory / "state"
-    serve = Program("dilocox-bootstrap", "serve", "--run", directory / "run.toml", "--state-dir", state, "--listen", LOOPBACK)
+    serve = Program(
+        "dilocox-bootstrap",
+        "serve",
+        "--run",
+        directory / "run.toml",
+        "--state-dir",
+        state,
+        "--listen",
+        LOOPBACK,
+    )
     try:
         yield serve.read_until("dilocox://")
     finally:

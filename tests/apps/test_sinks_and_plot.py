@@ -57,7 +57,9 @@ def test_every_prefix_of_a_killed_writer_s_file_gives_its_whole_lines(tmp_path: 
         assert list(read_events(tmp_path / "cut.jsonl")) == EVENTS[: content[:cut].count(b"\n")]
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "no json", '{"kind": "unknown"}', '{"kind": "evaluated", "t": 1}'])
+@pytest.mark.parametrize(
+    "line", ["{}", "[]", "no json", '{"kind": "unknown"}', '{"kind": "evaluated", "t": 1}']
+)
 def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "phase", "name": "training"}\n' + line + "\n")
     with pytest.raises(StateError, match="line 2"):
@@ -72,8 +74,15 @@ def test_tensorboard_reads_the_scalars_that_were_reported(tmp_path: Path) -> Non
     sink.close()
     scalars = EventAccumulator(str(tmp_path))
     scalars.Reload()
-    assert [(s.step, round(s.value, 3)) for s in scalars.Scalars("train/loss")] == [(1, 5.9), (2, 5.8), (3, 4.9), (4, 4.8)]
-    assert [(s.step, s.value) for s in scalars.Scalars("train/tokens_per_s")] == [(n, 400.0) for n in (1, 2, 3, 4)]
+    assert [(s.step, round(s.value, 3)) for s in scalars.Scalars("train/loss")] == [
+        (1, 5.9),
+        (2, 5.8),
+        (3, 4.9),
+        (4, 4.8),
+    ]
+    assert [(s.step, s.value) for s in scalars.Scalars("train/tokens_per_s")] == [
+        (n, 400.0) for n in (1, 2, 3, 4)
+    ]
     assert [(s.step, s.value) for s in scalars.Scalars("valid/loss")] == [(0, 7.5), (2, 5.5)]
     assert [(s.step, s.value) for s in scalars.Scalars("round/sent_bytes")] == [(1, 1000.0), (2, 1000.0)]
 

@@ -52,14 +52,23 @@ def long_training() -> list[Event]:
         events += [inner(t, h, time=100 * t + h, loss=7 - t / 10) for h in range(1, 6)]
         events += [commit(t, rank=rank, time=100 * t + 6) for rank in (0, 1)]
         events += [Evaluated(t=t, val_loss=7.5 - t / 10), Warned(message=f"{HOSTILE} {t}" + "x" * 300)]
-    return [*events, RoundDropped(t=29, reason=HOSTILE, waited_s=0.0), Checkpointed(t=28, path="p", seconds=1.0)]
+    return [
+        *events,
+        RoundDropped(t=29, reason=HOSTILE, waited_s=0.0),
+        Checkpointed(t=28, path="p", seconds=1.0),
+    ]
 
 
 def test_a_round_is_reported_once_all_ranks_have_committed_it() -> None:
     p = new_progress()
     assert p.add(commit(1, rank=1, waited_s=0.5)) is None
     totals = p.add(commit(1, rank=0, waited_s=1.0))
-    assert (totals.sent_bytes, totals.received_bytes, totals.waited_s, totals.hidden) == (300_000, 400_000, 1.0, 0.75)
+    assert (totals.sent_bytes, totals.received_bytes, totals.waited_s, totals.hidden) == (
+        300_000,
+        400_000,
+        1.0,
+        0.75,
+    )
     assert p.add(commit(1, rank=0)) is None
     assert p.sent_bytes == 300_000
     assert p.digests == {0: "0" * 64, 1: "1" * 64}

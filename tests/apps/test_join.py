@@ -1,0 +1,127 @@
+"""dilocox-peer join as real processes: what the supervisor promises about its ranks."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import LOOPBACK, Program, wait_for_end
+
+pytestmark = pytest.mark.swarm
+Start = Callable[..., Program]
+
+
+def join(start: Start, link: str, state: Path, *, devices: str = "cpu:2") -> Program:
+    """A cluster that has committed its first outer step."""
+    cluster = start("dilocox-peer", "join", link, "--devices", devices, "--threads", "1", "--state-dir", state,
+                    "--listen", LOOPBACK, "--name", "ridge-3")  # fmt: skip
+    cluster.read_until("outer 1 committed")
+    return cluster
+
+
+def peer(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [Path(sys.executable).with_name("dilocox-peer"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_cluster_shows_its_status_and_leaves_when_asked(
+    endless_run: str, tmp_path: Path, start: Start
+) -> None:
+    state = tmp_path / ("deep" * 30) / "state"  # longer than a unix socket's path may be
+    cluster = join(start, endless_run, state)
+    pids = list(cluster.descendants())
+    assert len([line for line in cluster.descendants().values() if "p2p_dilocox.peers.worker" in line]) == 2
+
+    status = json.loads(peer("status", "--json", "--state-dir", state).stdout)
+    assert status["running"] is True
+    assert status["pid"] == cluster.process.pid
+    assert status["members"] == [status["cluster_id"]]
+    assert status["committed"] >= 1
+    assert "ridge-3" in peer("status", "--state-dir", state).stdout
+    (present,) = json.loads(peer("status", "--json", endless_run).stdout)
+    assert (present["cluster_id"], present["name"]) == (status["cluster_id"], "ridge-3")
+
+    again = peer("join", endless_run, "--state-dir", state)
+    assert again.returncode == 5
+    assert f"in use by process {cluster.process.pid}" in again.stderr
+    for private in ("cluster.key", "control.sock", "worker-rank0.json", "rank0.key"):
+        assert stat.S_IMODE((state / private).stat().st_mode) == 0o600, private
+
+    left = peer("leave", "--state-dir", state)
+    assert (left.returncode, left.stdout) == (0, "left\n"), left.stderr
+    assert cluster.wait() == 0
+    assert wait_for_end(pids, 0) == []
+    assert not (state / "control.sock").exists()
+    assert json.loads(peer("status", "--json", "--state-dir", state).stdout)["running"] is False
+    assert peer("export", state, tmp_path / "model").returncode == 0
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_ctrl_c_leaves_at_once_and_ends_with_130(endless_run: str, tmp_path: Path, start: Start) -> None:
+    cluster = join(start, endless_run, tmp_path / "state")
+    pids = list(cluster.descendants())
+    cluster.send(signal.SIGINT)
+    assert cluster.wait(timeout_s=10) == 130
+    assert "leaving" in cluster.output
+    assert wait_for_end(pids, 0) == []
+    assert not (tmp_path / "state" / "control.sock").exists()
+
+
+def test_no_process_survives_a_killed_supervisor(endless_run: str, tmp_path: Path, start: Start) -> None:
+    cluster = join(start, endless_run, tmp_path / "state")
+    descendants = cluster.descendants()
+    assert len([line for line in descendants.values() if "p2pd" in line[0]]) == 2
+    cluster.process.kill()
+    assert wait_for_end(list(descendants), 5.0) == []
+
+
+def test_a_killed_rank_ends_the_cluster_with_its_name_and_last_words(
+    endless_run: str, tmp_path: Path, start: Start
+) -> None:
+    state = tmp_path / "state"
+    cluster = join(start, endless_run, state)
+    descendants = cluster.descendants()
+    victim = next(pid for pid, line in descendants.items() if f"{state}/worker-rank1.json" in line)
+    os.kill(victim, signal.SIGKILL)
+    assert cluster.wait() == 8
+    assert "rank 1 ended with signal SIGKILL. The last lines of" in cluster.output
+    assert wait_for_end(list(descendants), 0) == []
+
+
+def test_a_second_ctrl_c_kills_a_rank_that_does_not_hear(
+    endless_run: str, tmp_path: Path, start: Start
+) -> None:
+    cluster = join(start, endless_run, tmp_path / "state", devices="cpu:1")
+    descendants = cluster.descendants()
+    (worker,) = (pid for pid, line in descendants.items() if "p2p_dilocox.peers.worker" in line)
+    os.kill(worker, signal.SIGSTOP)
+    cluster.send(signal.SIGINT)
+    cluster.read_until("once more to kill")
+    cluster.send(signal.SIGINT)
+    assert cluster.wait(timeout_s=5) == 130
+    assert wait_for_end(list(descendants), 0) == []
+
+
+def test_wrong_devices_are_refused_once_the_spec_is_known(endless_run: str, tmp_path: Path) -> None:
+    refused = peer("join", endless_run, "--devices", "cpu:3", "--state-dir", tmp_path / "state")
+    assert refused.returncode == 2
+    assert "this run has 2 stages" in refused.stderr
+
+
+def test_a_bootstrap_node_that_is_gone_is_named(endless_run: str, tmp_path: Path) -> None:
+    port = endless_run.split("/tcp/")[1].split("/")[0]
+    gone = endless_run.replace(f"/tcp/{port}/", "/tcp/9/")
+    refused = peer("join", gone, "--state-dir", tmp_path / "state")
+    assert refused.returncode == 3
+    assert "connection refused" in refused.stderr
+    assert "Traceback" not in refused.stderr
