@@ -128,7 +128,8 @@ class Finished(Event):
 _EVENTS: dict[str, type[Event]] = {
     e.kind: e
     for e in (
-        Phase, InnerStep, RoundStarted, RoundCommitted, RoundDropped, Evaluated, Checkpointed, Warned, Finished
+        Phase, InnerStep, RoundStarted, RoundCommitted, RoundDropped, Evaluated, Checkpointed, Warned,
+        Finished,
     )
 }  # fmt: skip
 

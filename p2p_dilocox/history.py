@@ -1,4 +1,5 @@
-"""`history.jsonl`: one line per outer step and stage, what a rank took part in and what was decided (rules V1 to V5)."""
+"""`history.jsonl`: one line per outer step and stage, what a rank took part in and what was decided (rules
+V1 to V5)."""
 
 import json
 import time
@@ -13,7 +14,8 @@ __all__ = ["History"]
 class History:
     """Appends to one file, a line at a time; a line is written whole or not at all as far as the kernel goes.
 
-    Keys: time (Unix s), run, cluster, stage, t, decision (committed, adopted or dropped), members, weights (trained tokens,
+    Keys: time (Unix s), run, cluster, stage, t, decision (committed, adopted or dropped), members, weights
+    (trained tokens,
     in the members' order), digest (sha256 of the stage's encoded average), parent and lineage, sent_bytes and
     received_bytes of the rank, attempts, reason.
     """
@@ -27,11 +29,14 @@ class History:
         """lineage: after the outcome's steps were applied."""
         common = {
             "time": round(time.time(), 3), "run": self._run_id, "cluster": self._cluster,
-            "sent_bytes": outcome.sent_bytes, "received_bytes": outcome.received_bytes, "attempts": outcome.attempts,
+            "sent_bytes": outcome.sent_bytes, "received_bytes": outcome.received_bytes,
+            "attempts": outcome.attempts,
         }  # fmt: skip
         for stage in self._stages:
             if not outcome.steps:
-                self._line(common | {"stage": stage, "t": outcome.t, "decision": "dropped", "reason": outcome.reason})
+                self._line(
+                    common | {"stage": stage, "t": outcome.t, "decision": "dropped", "reason": outcome.reason}
+                )
             for step in outcome.steps:
                 self._line(
                     common

@@ -1,12 +1,16 @@
 """The state of a rank between outer steps, and the arithmetic of DiLoCoX on it. No sockets, no clock.
 
-Shapes and dtypes: every tensor has its parameter's shape. `anchor` and `momentum` are float32 and equal on all
-clusters. `residual` is what this cluster has moved and not delivered; float64 if the codec is lossless, so that
+Shapes and dtypes: every tensor has its parameter's shape. `anchor` and `momentum` are float32 and equal on
+all
+clusters. `residual` is what this cluster has moved and not delivered; float64 if the codec is lossless, so
+that
 theta - (theta - theta_i) gives theta_i back bit for bit.
 
 At a boundary      residual <- residual_scale * residual + (base - theta_i)      the pseudo-gradient delta
-On commit          residual <- delta - own (local), delta - average (paper) or 0 (none); residual_scale <- gamma
-On a drop          residual stays delta; residual_scale <- 1: the next delta carries it, once and at full weight
+On commit          residual <- delta - own (local), delta - average (paper) or 0 (none); residual_scale <-
+gamma
+On a drop          residual stays delta; residual_scale <- 1: the next delta carries it, once and at full
+weight
 """
 
 import hashlib
@@ -29,7 +33,8 @@ Parameters = Mapping[str, Tensor]
 class Average:
     """Something decoded from the wire: an average, or what the others decode of our own contribution.
 
-    factors: name -> (P [m, r], Q [n, r]); the matrix is P Q^T. dense: name -> tensor in the parameter's shape.
+    factors: name -> (P [m, r], Q [n, r]); the matrix is P Q^T. dense: name -> tensor in the parameter's
+    shape.
     """
 
     factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -44,11 +49,14 @@ class Average:
             tensors[name].add_(value.to(tensors[name].device), alpha=alpha)
 
 
-def nesterov_(theta: Parameters, momentum: Parameters, average: Average, *, lr: float, beta: float, nesterov: bool) -> None:
+def nesterov_(
+    theta: Parameters, momentum: Parameters, average: Average, *, lr: float, beta: float, nesterov: bool
+) -> None:
     """v <- beta v + Delta; theta <- theta - lr (Delta + beta v), as torch.optim.SGD(nesterov=True). In place.
 
     DiLoCo (arXiv 2311.08105), Algorithm 1; Delta = average pseudo-gradient, old minus new, so it descends.
-    Without momentum v is Delta itself, and theta takes it as it came: rounded to v's float32 it would not be exact.
+    Without momentum v is Delta itself, and theta takes it as it came: rounded to v's float32 it would not be
+    exact.
     """
     for v in momentum.values():
         v.mul_(beta)
@@ -63,14 +71,17 @@ def nesterov_(theta: Parameters, momentum: Parameters, average: Average, *, lr: 
 class OuterState:
     """See the module's docstring. `basis`: name -> Q [n, r], the warm start of the next low-rank factors."""
 
-    def __init__(self, spec: RunSpec, parameters: Parameters, dense_names: frozenset[str], lineage: str) -> None:
+    def __init__(
+        self, spec: RunSpec, parameters: Parameters, dense_names: frozenset[str], lineage: str
+    ) -> None:
         """dense_names: never factored (embeddings and output head)."""
         self.spec = spec
         lossless = spec.compression.bits == 64
         self.anchor = {name: p.detach().clone() for name, p in parameters.items()}
         self.momentum = {name: torch.zeros_like(a) for name, a in self.anchor.items()}
         self.residual = {
-            name: torch.zeros_like(a, dtype=torch.float64 if lossless else torch.float32) for name, a in self.anchor.items()
+            name: torch.zeros_like(a, dtype=torch.float64 if lossless else torch.float32)
+            for name, a in self.anchor.items()
         }
         self.residual_scale = 0.0
         self.base = {name: a.clone() for name, a in self.anchor.items()}
@@ -100,7 +111,9 @@ class OuterState:
     def step(self, average: Average, t: int, members: list[str], digest: str) -> None:
         """The outer step t: the same on every cluster, because it depends on committed bytes only."""
         outer = self.spec.outer
-        nesterov_(self.anchor, self.momentum, average, lr=outer.lr, beta=outer.momentum, nesterov=outer.nesterov)
+        nesterov_(
+            self.anchor, self.momentum, average, lr=outer.lr, beta=outer.momentum, nesterov=outer.nesterov
+        )
         for name, (_, q) in average.factors.items():
             self.basis[name].copy_(q)
         self.lineage = next_lineage(self.lineage, t, members, digest)
@@ -126,7 +139,8 @@ class OuterState:
 
     @torch.no_grad()
     def restart_(self, parameters: Parameters, keep: float) -> None:
-        """Go on from the anchor, keeping a fraction of the movement since `base`: theta_i <- theta - keep (base - theta_i).
+        """Go on from the anchor, keeping a fraction of the movement since `base`: theta_i <- theta - keep
+        (base - theta_i).
 
         convergence: `cont` beta = keep; paper (Algorithm 2): keep = 0.
         """

@@ -1,9 +1,9 @@
 """When the average of a round is applied, and how much local movement survives it.
 
-    none      at once; the clusters wait for the round (DiLoCo)
-    arrival   at the inner step after it arrives, at the next boundary at the latest
-    boundary  at the next boundary, always one outer step behind
-    paper     as boundary, and local movement is given up: DiLoCoX, Algorithm 2 to the letter
+none      at once; the clusters wait for the round (DiLoCo)
+arrival   at the inner step after it arrives, at the next boundary at the latest
+boundary  at the next boundary, always one outer step behind
+paper     as boundary, and local movement is given up: DiLoCoX, Algorithm 2 to the letter
 """
 
 from enum import Enum
@@ -30,7 +30,8 @@ class Overlap(Enum):
     def sends_before_restart(self) -> bool:
         """Whether local movement since the last boundary goes into the next contribution in full.
 
-        In `boundary` and `paper` it does: the round lands where the next contribution is made. In `arrival` the part
+        In `boundary` and `paper` it does: the round lands where the next contribution is made. In `arrival`
+        the part
         that survives is sent with the next contribution, and (1 - keep) of what moved in flight is given up.
         """
         return self in (Overlap.BOUNDARY, Overlap.PAPER)

@@ -1,6 +1,7 @@
 """DiLoCoX, Algorithm 2 (arXiv 2506.21263), as one rank of one cluster lives it. Start reading here.
 
-theta_i is `rank.pipeline.parameters`. The anchor theta is `outer.anchor`: the same on every cluster, because it moves by
+theta_i is `rank.pipeline.parameters`. The anchor theta is `outer.anchor`: the same on every cluster, because
+it moves by
 committed averages only. Threads, retries, votes and deadlines live behind `Rounds`.
 """
 
@@ -23,23 +24,9 @@ from p2p_dilocox.outer import OuterState
 from p2p_dilocox.overlap import Overlap
 from p2p_dilocox.pipeline import Pipeline
 from p2p_dilocox.runspec import RunSpec
+from p2p_dilocox.wish import Leave, Wish
 
-__all__ = ["Checkpoints", "Leave", "Rank", "Wish", "train"]
-
-
-class Wish:
-    """What the world may ask of a training loop, from another thread."""
-
-    STAY, LEAVE, LEAVE_NOW = 0, 1, 2
-
-    def __init__(self) -> None:
-        self.value = Wish.STAY
-
-
-class Leave(Exception):  # noqa: N818 (no error: how a wish to leave ends the loops)
-    def __init__(self, *, now: bool) -> None:
-        super().__init__()
-        self.now = now
+__all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "train"]
 
 
 class Checkpoints(Protocol):
@@ -71,7 +58,8 @@ class Rank:
 
 
 def train(spec: RunSpec, rank: Rank) -> bool:
-    """Run the outer steps from rank.t to the run's last. True if they are done, False if the cluster was told to leave.
+    """Run the outer steps from rank.t to the run's last. True if they are done, False if the cluster was
+    told to leave.
 
     Raises ClusterError if this cluster cannot go on from its state; it may come back and download another.
     """
@@ -79,7 +67,9 @@ def train(spec: RunSpec, rank: Rank) -> bool:
     try:
         for t in range(rank.t, spec.run.outer_steps + 1):  # for outer step t = 1 .. T
             for h in range(rank.h, spec.inner.H):  #   for inner step h = 1 .. H
-                arrived = inner_step(spec, rank, t, h)  #     theta_i <- AdamW(theta_i, grad L(x; theta_i)), x ~ D_i
+                arrived = inner_step(
+                    spec, rank, t, h
+                )  #     theta_i <- AdamW(theta_i, grad L(x; theta_i)), x ~ D_i
                 if arrived and overlap.lands_between:
                     land(spec, rank)
             if rank.pending and overlap.sends_before_restart:
@@ -93,7 +83,9 @@ def train(spec: RunSpec, rank: Rank) -> bool:
                 rank.pipeline.sync_tied_()
                 rank.landed = False
             outer.mark_sent(theta_i)
-            rank.pending = rank.rounds.start(t, float(rank.unsent_tokens))  #   Delta^t <- AllReduce(C(delta^t)), behind
+            rank.pending = rank.rounds.start(
+                t, float(rank.unsent_tokens)
+            )  #   Delta^t <- AllReduce(C(delta^t)), behind
             rank.report(RoundStarted(rank=rank.index, t=t))
             rank.t, rank.h, rank.unsent_tokens = t + 1, 0, 0
             rank.progress.h = 0
@@ -126,8 +118,15 @@ def inner_step(spec: RunSpec, rank: Rank, t: int, h: int) -> bool:
     progress.tokens += num_tokens
     rank.report(
         InnerStep(
-            rank=rank.index, t=t, h=rank.h, H=spec.inner.H, loss=step.loss, lr=lr, grad_norm=step.grad_norm,
-            tokens=num_tokens, seconds=seconds,
+            rank=rank.index,
+            t=t,
+            h=rank.h,
+            H=spec.inner.H,
+            loss=step.loss,
+            lr=lr,
+            grad_norm=step.grad_norm,
+            tokens=num_tokens,
+            seconds=seconds,
         )  # fmt: skip
     )
     if step.extra[1] or step.extra[2]:  # summed over the ranks, so all of them leave after the same step
@@ -136,7 +135,8 @@ def inner_step(spec: RunSpec, rank: Rank, t: int, h: int) -> bool:
 
 
 def land(spec: RunSpec, rank: Rank) -> None:
-    """Take the outer step of the round on the wire and go on from the anchor, keeping part of what moved in flight."""
+    """Take the outer step of the round on the wire and go on from the anchor, keeping part of what moved in
+    flight."""
     if take_outer_step(spec, rank):
         rank.outer.restart_(rank.pipeline.parameters, spec.overlap.keep)
         rank.outer.mark_sent(rank.outer.anchor)
@@ -146,7 +146,8 @@ def land(spec: RunSpec, rank: Rank) -> None:
 
 
 def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
-    """Wait for the round on the wire and apply it. False if it was dropped: then its contribution is in the next one."""
+    """Wait for the round on the wire and apply it. False if it was dropped: then its contribution is in the
+    next one."""
     assert rank.pending is not None
     started = time.monotonic()
     outcome = rank.pending.wait(lambda: rank.wish.value == Wish.LEAVE_NOW)
@@ -163,7 +164,7 @@ def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
         if last is not None and last.own is not None:
             outer.commit(last.average, last.own)
         elif any(rank.cluster_id in step.members for step in outcome.steps):
-            outer.forget_undelivered()  # a round we gave up on was committed by the others, our contribution in it
+            outer.forget_undelivered()  # the others committed a round we gave up on, with our share in it
         else:
             outer.keep_undelivered()
     rank.progress.move_to(max(outer.t, outcome.t), outer)
@@ -173,9 +174,17 @@ def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
         return False
     rank.report(
         RoundCommitted(
-            rank=rank.index, t=last.t, members=last.members, included=last.own is not None, seconds=outcome.seconds,
-            waited_s=waited_s, sent_bytes=outcome.sent_bytes, received_bytes=outcome.received_bytes,
-            lowrank=spec.compression.lowrank, H=spec.inner.H, parameter_digests=parameter_digests(rank),
+            rank=rank.index,
+            t=last.t,
+            members=last.members,
+            included=last.own is not None,
+            seconds=outcome.seconds,
+            waited_s=waited_s,
+            sent_bytes=outcome.sent_bytes,
+            received_bytes=outcome.received_bytes,
+            lowrank=spec.compression.lowrank,
+            H=spec.inner.H,
+            parameter_digests=parameter_digests(rank),
         )  # fmt: skip
     )
     rank.landed = True
@@ -183,13 +192,16 @@ def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
 
 
 def agree_in_cluster(rank: Rank, outcome: Outcome) -> None:
-    """All ranks of a cluster must see the same outcome, or the cluster ends and comes back with a downloaded state."""
+    """All ranks of a cluster must see the same outcome, or the cluster ends and comes back with a downloaded
+    state."""
     last = outcome.steps[-1].t if outcome.steps else 0
     failed, steps, lasts = rank.pipeline.sum([float(outcome.failed), float(len(outcome.steps)), float(last)])
     ranks = rank.pipeline.num_ranks
     if failed or steps != ranks * len(outcome.steps) or lasts != ranks * last:
         why = outcome.reason or "another rank of this cluster has lost it"
-        raise ClusterError(f"outer step {outcome.t}: {why}. The cluster has to fetch its state from another one.")
+        raise ClusterError(
+            f"outer step {outcome.t}: {why}. The cluster has to fetch its state from another one."
+        )
 
 
 def after_outer_step(spec: RunSpec, rank: Rank) -> None:

@@ -38,7 +38,8 @@ from p2p_dilocox.swarm.loop import NetworkThread
 from p2p_dilocox.swarm.messages import RankAddress, unpack
 from p2p_dilocox.swarm.node import Node
 from p2p_dilocox.swarm.signed import spec_digest
-from p2p_dilocox.trainer import Leave, Rank, Wish, evaluate, parameter_digests, train
+from p2p_dilocox.trainer import Rank, evaluate, parameter_digests, train
+from p2p_dilocox.wish import Leave, Wish
 
 __all__ = ["run_rank"]
 
@@ -48,7 +49,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish) -> None:
-    """Join the run as one rank and train until the run is complete or `wish` says leave. Raises DilocoxError."""
+    """Join the run as one rank and train until the run is complete or `wish` says leave. Raises
+    DilocoxError."""
     index, num_ranks, state = int(config["rank"]), int(config["num_ranks"]), Path(config["state_dir"])
     spec, link = parse_run(config["run_text"]), JoinLink.parse(config["link"])
     torch.set_num_threads(config["threads"])
@@ -152,9 +154,9 @@ def _build(
     if index == 0:
         lead = Lead(
             node=node, service=service, key=key, name=config["name"], ranks=addresses,
-            signed=network.call(node.fetch_run(), _NETWORK_S), spec_digest=digest, num_stages=spec.model.stages,
-            min_clusters=spec.run.min_clusters, timeouts=timeouts, progress=progress,
-            result_after=lambda t: rounds.result_after(t),
+            signed=network.call(node.fetch_run(), _NETWORK_S), spec_digest=digest,
+            num_stages=spec.model.stages, min_clusters=spec.run.min_clusters, timeouts=timeouts,
+            progress=progress, result_after=lambda t: rounds.result_after(t),
         )  # fmt: skip
         service.desk = lead
     rounds = Rounds(
@@ -169,7 +171,7 @@ def _build(
     if index == 0:
         board = TensorBoardSink(state / "tensorboard")
         stack.callback(board.close)
-        forward, report = report, lambda event: (forward(event), board.write(event))[0]
+        report = _both(report, board.write)
     history = History(state / "history" / f"rank{index}.jsonl", spec.run.id, key.cluster_id, held)
     stack.callback(history.close)
     rank = Rank(
@@ -183,12 +185,20 @@ def _build(
     if saved is not None:
         load_rank(saved, rank)
         progress.move_to(outer.t, outer)
-        _say(report, index, "starting", f"resumed outer step {outer.t}, inner step {rank.h} from {saved.path.name}")
+        _say(
+            report,
+            index,
+            "starting",
+            f"resumed outer step {outer.t}, inner step {rank.h} from {saved.path.name}",
+        )
     return rank, lead
 
 
-def _enter_run(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThread, say: Callable[[str, str], None]) -> None:
-    """Wait for enough clusters, or fetch the state of one that is further; then the cluster counts as training."""
+def _enter_run(
+    spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThread, say: Callable[[str, str], None]
+) -> None:
+    """Wait for enough clusters, or fetch the state of one that is further; then the cluster counts as
+    training."""
     waiting_since = time.monotonic()
     for _ in range(_DOWNLOADS):
         plan = _next_plan(spec, rank, lead, network)
@@ -202,7 +212,10 @@ def _enter_run(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThr
             break
         _download(spec, rank, plan, network, say)
     else:
-        raise ClusterError(f"{_DOWNLOADS} downloads, and the swarm was ahead each time: is this link fast enough for the run?")
+        raise ClusterError(
+            f"{_DOWNLOADS} downloads, and the swarm was ahead each time: "
+            "is this link fast enough for the run?"
+        )
     standing = plan.standing
     if standing is not None and standing.t >= rank.t - 1 + (rank.h > 0):
         # Start where the others are, in the same outer step and about as far in it.
@@ -224,14 +237,20 @@ def _next_plan(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThr
     return unpack(rank.pipeline.broadcast(packed), Plan)
 
 
-def _download(spec: RunSpec, rank: Rank, plan: Plan, network: NetworkThread, say: Callable[[str, str], None]) -> None:
-    """Try one donor. All ranks must get the same outer step of the same history, else none keeps what it has."""
+def _download(
+    spec: RunSpec, rank: Rank, plan: Plan, network: NetworkThread, say: Callable[[str, str], None]
+) -> None:
+    """Try one donor. All ranks must get the same outer step of the same history, else none keeps what it
+    has."""
     last = [0.0]
 
     def show(fraction: float) -> None:
         if fraction - last[0] > 0.05 or fraction == 1.0:
             last[0] = fraction
-            say("downloading", f"outer step {plan.standing.t if plan.standing else 0}, {fraction:.0%} from {plan.detail}")
+            say(
+                "downloading",
+                f"outer step {plan.standing.t if plan.standing else 0}, {fraction:.0%} from {plan.detail}",
+            )
 
     stage_of = rank.pipeline.stage_of
     names = {s: [n for n in stage_of if stage_of[n] == s] for s in sorted(set(stage_of.values()))}
@@ -266,6 +285,14 @@ def _train(spec: RunSpec, rank: Rank, say: Callable[[str, str], None]) -> bool:
     if complete or rank.wish.value == Wish.LEAVE:
         rank.checkpoints.save(rank)
     return complete
+
+
+def _both(first: Callable[[Event], None], second: Callable[[Event], None]) -> Callable[[Event], None]:
+    def report(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return report
 
 
 def _say(report: Callable[[Event], None], index: int, name: str, detail: str) -> None:

@@ -1,6 +1,7 @@
 """One rank of a cluster, as a process: network first, then process group, model, data, state; then train.
 
-Started by the supervisor: `python -m p2p_dilocox.peers.worker --config FILE --fd N`. Over the socket N it writes its events
+Started by the supervisor: `python -m p2p_dilocox.peers.worker --config FILE --fd N`. Over the socket N it
+writes its events
 and reads commands, both as lines of JSON.
 """
 
@@ -18,17 +19,17 @@ from typing import Any
 from p2p_dilocox.errors import ClusterError, DilocoxError
 from p2p_dilocox.events import Event, Phase, Warned
 from p2p_dilocox.swarm.process import die_with_parent
+from p2p_dilocox.wish import Wish
 
 __all__ = ["main"]
 
+_LOG = logging.getLogger(__name__)
 
 
 class _Channel:
     """Events to the supervisor, its commands to us. If the supervisor is gone, so are we."""
 
     def __init__(self, descriptor: int) -> None:
-        from p2p_dilocox.trainer import Wish
-
         self.wish = Wish()
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
@@ -44,12 +45,15 @@ class _Channel:
             for line in lines:
                 command = json.loads(line)
                 if command.get("command") == "leave":
-                    self.wish.value = self.wish.LEAVE_NOW if command.get("now") else max(self.wish.value, self.wish.LEAVE)
+                    self.wish.value = (
+                        self.wish.LEAVE_NOW if command.get("now") else max(self.wish.value, self.wish.LEAVE)
+                    )
         os._exit(1)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 if the run is complete or the cluster left, else the exit code of the error (errors.py)."""
+    """Exit status: 0 if the run is complete or the cluster left, else the exit code of the error
+    (errors.py)."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the supervisor, which tells us
     parser = argparse.ArgumentParser(description=__doc__)
@@ -67,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     except DilocoxError as error:
         if channel.wish.value == channel.wish.LEAVE_NOW and isinstance(error, ClusterError):
             return 0  # another rank was quicker to leave
-        logging.exception("rank %s ends", config["rank"])
+        _LOG.exception("rank %s ends", config["rank"])
         channel.report(Warned(rank=config["rank"], message=str(error)))
         return error.exit_code
     return 0

@@ -1,9 +1,12 @@
-"""One butterfly AllReduce: every member averages one part of a vector for all, and all get the same bytes (rule V1).
+"""One butterfly AllReduce: every member averages one part of a vector for all, and all get the same bytes
+(rule V1).
 
     member i  --- its chunk of part k, encoded once --->  member k      (reduce-scatter)
-    member i  <-- the average of that chunk, encoded once ---  member k (all-gather; k decodes those bytes too)
+    member i  <-- the average of that chunk, encoded once ---  member k (all-gather; k decodes those bytes
+    too)
 
-hivemind's own AllReduce sends each peer the quantised difference to what that peer had sent, so that under lossy
+hivemind's own AllReduce sends each peer the quantised difference to what that peer had sent, so that under
+lossy
 compression every peer ends with another result (measured: int4 results drift apart like a random walk).
 """
 
@@ -35,7 +38,8 @@ class ContributionError(Exception):
 
 @dataclass(frozen=True)
 class Wire:
-    """How values travel: `bits` to the reducer, `return_bits` back, groups of `group` values share a scale."""
+    """How values travel: `bits` to the reducer, `return_bits` back, groups of `group` values share a
+    scale."""
 
     bits: int
     return_bits: int
@@ -53,7 +57,8 @@ class _Sum:
 class Butterfly:
     """The averaging of `vector` over `weights`; our part is parts[me].
 
-    vector: float32 (float64 if bits is 64) [n]. parts: per member the ranges (start, end) of its chunks; together they
+    vector: float32 (float64 if bits is 64) [n]. parts: per member the ranges (start, end) of its chunks;
+    together they
     cover the vector once and each starts at a multiple of the group. weights: one positive number per member.
     All arithmetic runs in `codec`, an executor of one thread, never on the event loop.
     """
@@ -67,7 +72,14 @@ class Butterfly:
         wire: Wire,
         codec: Executor,
     ) -> None:
-        self.vector, self.parts, self.weights, self.me, self.wire, self.codec = vector, parts, weights, me, wire, codec
+        self.vector, self.parts, self.weights, self.me, self.wire, self.codec = (
+            vector,
+            parts,
+            weights,
+            me,
+            wire,
+            codec,
+        )
         self.own = torch.empty_like(vector)  # what the others decode of us
         self.average = torch.empty_like(vector)
         self.chunks: list[list[bytes]] = [[b""] * len(part) for part in parts]  # the encoded average
@@ -81,7 +93,8 @@ class Butterfly:
             yield await self._compute(partial(self._encode_own, start, end))
 
     async def add(self, member: int, index: int, data: bytes) -> None:
-        """Take `member`'s contribution to chunk `index` of our part. Raises ContributionError if it is unacceptable."""
+        """Take `member`'s contribution to chunk `index` of our part. Raises ContributionError if it is
+        unacceptable."""
         encoded = await self._compute(lambda: self._accumulate(member, index, data))
         if encoded is not None and not self._averaged[index].done():
             self._averaged[index].set_result(encoded)
@@ -130,7 +143,8 @@ class Butterfly:
         return data
 
     def _accumulate(self, member: int, index: int, data: bytes) -> bytes | None:
-        """The encoded average if this was the last share. In the codec thread, so two shares cannot both be the last."""
+        """The encoded average if this was the last share. In the codec thread, so two shares cannot both be
+        the last."""
         start, end = self.parts[self.me][index]
         sum_ = self._sums[index]
         if member in sum_.members:
@@ -155,7 +169,9 @@ class Butterfly:
         return data
 
 
-def decode_chunks(chunks: list[bytes], ranges: list[tuple[int, int]], n: int, wire: Wire, dtype: torch.dtype) -> Tensor:
+def decode_chunks(
+    chunks: list[bytes], ranges: list[tuple[int, int]], n: int, wire: Wire, dtype: torch.dtype
+) -> Tensor:
     """The averaged vector [n] from its encoded chunks, as every member decoded it. Raises ValueError."""
     vector = torch.empty(n, dtype=dtype)
     if len(chunks) != len(ranges):

@@ -1,6 +1,8 @@
-"""A stage's pseudo-gradient on its way through a round: low-rank factors first, then the second factor (PowerSGD).
+"""A stage's pseudo-gradient on its way through a round: low-rank factors first, then the second factor
+(PowerSGD).
 
-    phase p   P_i = M_i Q and all dense tensors  -> average -> P_hat, orthonormal, from the same bytes on every cluster
+    phase p   P_i = M_i Q and all dense tensors  -> average -> P_hat, orthonormal, from the same bytes on
+    every cluster
     phase q   Q_i = M_i^T P_hat                  -> average -> M is P_hat Q^T on average
 
 Pure arithmetic for the codec thread; nothing here waits.
@@ -51,7 +53,9 @@ class CodedStage:
         """float32 (float64 if lossless) [phase_numel("p")] on the CPU."""
         residual = self._outer.residual
         factors = {
-            name: project(as_matrix(residual[name]), orthonormalise(self._outer.basis[name]).to(residual[name]))
+            name: project(
+                as_matrix(residual[name]), orthonormalise(self._outer.basis[name]).to(residual[name])
+            )
             for name in self.layout.lowrank_names
         }
         return self.layout.pack_p(factors, {n: residual[n] for n in self.layout.dense_names}).cpu()
@@ -72,4 +76,3 @@ class CodedStage:
         """
         _, dense = self.layout.unpack_p(vector_p)
         return Average({n: (self._p_hat[n], q) for n, q in self.layout.unpack_q(vector_q).items()}, dense)
-

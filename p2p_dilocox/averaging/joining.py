@@ -1,4 +1,5 @@
-"""How a cluster comes in: fresh, from its checkpoint, or with the state of a cluster that is further (rule V8)."""
+"""How a cluster comes in: fresh, from its checkpoint, or with the state of a cluster that is further (rule
+V8)."""
 
 import asyncio
 import contextlib
@@ -19,7 +20,8 @@ __all__ = ["Plan", "download", "make_plan"]
 
 
 class Plan(Message, frozen=True, kw_only=True):
-    """What rank 0 tells its cluster to do next: wait for others, start from the state at hand, or download from a donor.
+    """What rank 0 tells its cluster to do next: wait for others, start from the state at hand, or download
+    from a donor.
 
     standing: the donor's, or of a cluster with our lineage; None if we are the first.
     """

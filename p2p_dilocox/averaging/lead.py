@@ -1,4 +1,5 @@
-"""What a cluster's lead (rank 0) does for its cluster: heartbeats, roll call, votes, and the word to its own ranks."""
+"""What a cluster's lead (rank 0) does for its cluster: heartbeats, roll call, votes, and the word to its own
+ranks."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +17,19 @@ from p2p_dilocox.lineage import combined_digest, next_lineage
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import (
-    Ask, CallReply, Decision, Envelope, Follow, Presence, RankAddress, Ready, Result, StageDone, Standing, Votes, seal,
+    Ask,
+    CallReply,
+    Decision,
+    Envelope,
+    Follow,
+    Presence,
+    RankAddress,
+    Ready,
+    Result,
+    StageDone,
+    Standing,
+    Votes,
+    seal,
 )  # fmt: skip
 from p2p_dilocox.swarm.node import Node
 from p2p_dilocox.swarm.records import RUN_LIFE_S
@@ -24,7 +37,14 @@ from p2p_dilocox.swarm.signed import SignedRun
 
 __all__ = ["CALL_FAILED", "Lead", "Progress"]
 
-CALL_FAILED = (P2PDaemonError, P2PHandlerError, ControlFailure, asyncio.TimeoutError, ConnectionError, NotTrustedError)
+CALL_FAILED = (
+    P2PDaemonError,
+    P2PHandlerError,
+    ControlFailure,
+    asyncio.TimeoutError,
+    ConnectionError,
+    NotTrustedError,
+)
 _HEARTBEAT_S = 3.0
 _OTHERS_KEPT = 64
 _BALLOTS_AHEAD = 3  # a cluster in step is never further ahead than the round in flight
@@ -32,7 +52,8 @@ _BALLOTS_AHEAD = 3  # a cluster in step is never further ahead than the round in
 
 @dataclass
 class Progress:
-    """What the training loop tells the swarm. Written by one thread, read by another; each field is one value."""
+    """What the training loop tells the swarm. Written by one thread, read by another; each field is one
+    value."""
 
     t: int = 0  # the last outer step that is over, committed or dropped
     h: int = 0
@@ -60,7 +81,9 @@ class _Attempt:
     digests: dict[int, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
-    decision: asyncio.Future[Decision] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    decision: asyncio.Future[Decision] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class Lead:
@@ -82,8 +105,20 @@ class Lead:
         progress: Progress,
         result_after: Callable[[int], Result],
     ) -> None:
-        self.node, self.service, self.key, self.name, self.ranks, self.signed = node, service, key, name, ranks, signed
-        self.spec_digest, self.num_stages, self.timeouts, self.progress = spec_digest, num_stages, timeouts, progress
+        self.node, self.service, self.key, self.name, self.ranks, self.signed = (
+            node,
+            service,
+            key,
+            name,
+            ranks,
+            signed,
+        )
+        self.spec_digest, self.num_stages, self.timeouts, self.progress = (
+            spec_digest,
+            num_stages,
+            timeouts,
+            progress,
+        )
         self.result_after = result_after
         self.me = key.cluster_id
         self.present: dict[str, Presence] = {}
@@ -119,7 +154,8 @@ class Lead:
         await asyncio.wait_for(self.node.publish_presence(self.key, self.presence()), self.timeouts.reply_s)
 
     async def linger(self, t: int) -> None:
-        """Stay until the clusters we averaged with are past outer step t as well: they may still need our votes."""
+        """Stay until the clusters we averaged with are past outer step t as well: they may still need our
+        votes."""
         deadline = Deadline(2 * self.timeouts.reply_s)
         others = [c for c in self.progress.members if c != self.me]
         while others and not deadline.passed:
@@ -143,11 +179,13 @@ class Lead:
                 await self._meet(cluster, presence.ranks)
 
     def coordinators(self) -> list[str]:
-        """The members of the last committed round, who therefore agree on this list; at the start all that are present."""
+        """The members of the last committed round, who therefore agree on this list; at the start all that
+        are present."""
         return self.progress.members or sorted({*self.present, self.me})
 
     def expected(self) -> list[str]:
-        """The clusters that the next outer step waits for: the last members, and those that train in step with us.
+        """The clusters that the next outer step waits for: the last members, and those that train in step
+        with us.
 
         A heartbeat is some seconds old, so "in step" leaves room for two outer steps.
         """
@@ -163,7 +201,9 @@ class Lead:
         if peer is None:
             return None
         try:
-            return await self.service.stub(peer).rpc_standing(Ask(), timeout=self.timeouts.reply_s)
+            stub = self.service.stub(peer)
+            standing: Standing = await stub.rpc_standing(Ask(), timeout=self.timeouts.reply_s)
+            return standing
         except CALL_FAILED:
             return None
 
@@ -173,7 +213,8 @@ class Lead:
     # --- our cluster in a round
 
     async def attend(self, t: int, attempt: int, weight: float, deadline: Deadline) -> CallReply:
-        """Answer the roll call; the reply is a call (perhaps without us), `over`, or empty if there is none in time.
+        """Answer the roll call; the reply is a call (perhaps without us), `over`, or empty if there is none
+        in time.
 
         Raises ClusterError if the coordinator refuses us: another protocol or run spec.
         """
@@ -215,7 +256,7 @@ class Lead:
         try:
             await asyncio.wait_for(entry.complete.wait(), max(0.01, deadline.remaining()))
             digest = combined_digest(entry.digests)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             digest = ""
             entry.reasons.append("a stage of this cluster was not averaged before the deadline")
         ballot = self._ballot(t, attempt)
@@ -227,7 +268,8 @@ class Lead:
         return decision
 
     def follow(self, t: int, deadline: Deadline) -> "asyncio.Future[Follow]":
-        """Find the committed rounds from ours up to outer step t, which goes on without us, at a cluster that has them."""
+        """Find the committed rounds from ours up to outer step t, which goes on without us, at a cluster
+        that has them."""
         if t not in self._followed:
             self._followed[t] = asyncio.ensure_future(self._follow(t, deadline))
         return self._followed[t]
@@ -246,8 +288,13 @@ class Lead:
                             Ask(t=at), timeout=self.timeouts.reply_s
                         )
                         if result.t <= at or result.parent != parent:
-                            raise NotTrustedError(f"its outer step {result.t} does not follow from our lineage")
-                        at, parent = result.t, next_lineage(parent, result.t, result.members, _digest_of(result))
+                            raise NotTrustedError(
+                                f"its outer step {result.t} does not follow from our lineage"
+                            )
+                        at, parent = (
+                            result.t,
+                            next_lineage(parent, result.t, result.members, _digest_of(result)),
+                        )
                         results.append(result)
                 except CALL_FAILED as error:
                     return Follow(failed=f"cluster {cluster} cannot tell outer step {t}: {error}"[:500])
@@ -265,7 +312,7 @@ class Lead:
         entry = self._attempt(ask.t, ask.attempt)
         try:
             await asyncio.wait_for(entry.ready.wait(), self.timeouts.poll_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return CallReply()
         reply = entry.reply or CallReply()
         # "none in time" must not look like "not yet"

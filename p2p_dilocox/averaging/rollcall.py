@@ -1,7 +1,9 @@
 """The roll call of an outer step: one member list for all stages of all clusters (rule V2).
 
-The clusters of the last committed round know each other, so they agree, without asking, on an order of coordinators for
-outer step t. Each offers its signed `Ready` to the first that answers. The coordinator waits until all it expects are
+The clusters of the last committed round know each other, so they agree, without asking, on an order of
+coordinators for
+outer step t. Each offers its signed `Ready` to the first that answers. The coordinator waits until all it
+expects are
 there, never longer than its deadline, and closes the call. Clusters that are dead are not waited for.
 """
 
@@ -22,7 +24,8 @@ _KEPT = 16  # calls remembered, to tell latecomers
 
 @dataclass(frozen=True)
 class Roster:
-    """A call that was checked: the members in the order of their ids; `key` names the list in every message of the round."""
+    """A call that was checked: the members in the order of their ids; `key` names the list in every message
+    of the round."""
 
     t: int
     attempt: int
@@ -50,13 +53,16 @@ class Roster:
 
 
 def read_call(call: Call, run_id: str) -> Roster:
-    """Check every signature and that the members agree on the outer step and on history. Raises NotTrustedError."""
+    """Check every signature and that the members agree on the outer step and on history. Raises
+    NotTrustedError."""
     members = sorted((open_sealed(r, run_id, Ready) for r in call.ready), key=lambda m: m.cluster_id)
     if len({m.cluster_id for m in members}) != len(members):
         raise NotTrustedError(f"the roll call of outer step {call.t} lists a cluster twice")
     for member in members:
         if (member.t, member.attempt) != (call.t, call.attempt):
-            raise NotTrustedError(f"the roll call of outer step {call.t} lists {member.cluster_id} for step {member.t}")
+            raise NotTrustedError(
+                f"the roll call of outer step {call.t} lists {member.cluster_id} for step {member.t}"
+            )
         if member.lineage != members[0].lineage:
             raise NotTrustedError(f"the roll call of outer step {call.t} mixes lineages")
     key = hashlib.sha256(b"".join(m.pack() for m in members)).hexdigest()
@@ -81,7 +87,8 @@ class _Roll:
 class RollCalls:
     """The coordinator's side; every cluster's lead has one.
 
-    coordinators: whose lead may hold the roll call. expected: the clusters to wait for. alive: whether a cluster's lead answers.
+    coordinators: whose lead may hold the roll call. expected: the clusters to wait for. alive: whether a
+    cluster's lead answers.
     """
 
     def __init__(
@@ -101,7 +108,9 @@ class RollCalls:
         self.alive, self.min_clusters = alive, min_clusters
         self._rolls: dict[tuple[int, int], _Roll] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._callers: dict[str, int] = {}  # the last outer step for which a cluster came to us, in time or late
+        self._callers: dict[
+            str, int
+        ] = {}  # the last outer step for which a cluster came to us, in time or late
 
     async def answer(self, sealed: bytes, *, last_t: int) -> CallReply:
         """Enter a cluster that is ready. Replies within Timeouts.poll_s, "not yet" if the call is still open.
@@ -135,7 +144,7 @@ class RollCalls:
             roll.arrived.set()
             try:
                 await asyncio.wait_for(roll.closed.wait(), self.timeouts.poll_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return CallReply()
         return CallReply(call=roll.call)
 
@@ -155,10 +164,11 @@ class RollCalls:
             roll.arrived.clear()
             try:
                 await asyncio.wait_for(roll.arrived.wait(), min(1.0, self.timeouts.poll_s))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 answers = await asyncio.gather(*(self.alive(c) for c in missing))
                 dead.update(c for c, answered in zip(missing, answers, strict=True) if not answered)
-        # Clusters of another history cannot average with us: the larger side goes on, the others fetch its rounds.
+        # Clusters of another history cannot average with us: the larger side goes on, the others fetch its
+        # rounds.
         lineage = Counter(roll.lineages.values()).most_common(1)[0][0]
         roll.call = Call(
             t=key[0],

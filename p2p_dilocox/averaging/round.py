@@ -1,6 +1,7 @@
 """The rounds of a rank: what the training loop starts, and picks up when it is over.
 
-A round runs in the network thread: roll call, butterfly of every stage the rank holds, votes; if a member is lost, again
+A round runs in the network thread: roll call, butterfly of every stage the rank holds, votes; if a member is
+lost, again
 with the survivors while there is time. The training loop sees three things only: start, ready, wait.
 """
 
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +28,17 @@ from p2p_dilocox.compression.layout import Phase
 from p2p_dilocox.errors import ClusterError, NotTrustedError
 from p2p_dilocox.lineage import combined_digest, round_digest
 from p2p_dilocox.outer import Average, OuterState
-from p2p_dilocox.swarm.messages import Ask, CallReply, Chunk, Decision, Follow, RankAddress, Result, StageDone, unpack
+from p2p_dilocox.swarm.messages import (
+    Ask,
+    CallReply,
+    Chunk,
+    Decision,
+    Follow,
+    RankAddress,
+    Result,
+    StageDone,
+    unpack,
+)
 
 __all__ = ["Outcome", "OuterStep", "Round", "Rounds", "codec_thread"]
 
@@ -76,7 +88,8 @@ class Round:
         return self._future.done()
 
     def wait(self, give_up: Callable[[], bool]) -> Outcome | None:
-        """The outcome, or None once `give_up` says so. Never raises because a peer died, never later than the deadline."""
+        """The outcome, or None once `give_up` says so. Never raises because a peer died, never later than
+        the deadline."""
         while True:
             try:
                 return self._future.result(_GLANCE_S)
@@ -87,12 +100,14 @@ class Round:
 
 
 def codec_thread() -> ThreadPoolExecutor:
-    """One thread with one torch thread: matrix products give other bits with another number of threads (measured)."""
+    """One thread with one torch thread: matrix products give other bits with another number of threads
+    (measured)."""
     return ThreadPoolExecutor(1, "codec", initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Rounds:
-    """Starts rounds in `loop`. One at a time; `outer.residual` and `outer.basis` must not change while one runs.
+    """Starts rounds in `loop`. One at a time; `outer.residual` and `outer.basis` must not change while one
+    runs.
 
     layouts: of every stage this rank holds. lead: set on rank 0 only; the others ask `lead_peer`.
     """
@@ -138,7 +153,8 @@ class Rounds:
             raise NotTrustedError(f"outer step {t}, stage {stage} is not kept here") from None
 
     def result_after(self, t: int) -> Result:
-        """The first kept round after outer step t; its `parent` tells whether it is the next. NotTrustedError if none."""
+        """The first kept round after outer step t; its `parent` tells whether it is the next.
+        NotTrustedError if none."""
         later = [k for k in self._results if k > t]
         if not later:
             raise NotTrustedError(f"no round after outer step {t} is kept here")
@@ -147,7 +163,9 @@ class Rounds:
     def _launch(self, t: int, body: Coroutine[Any, Any, Outcome]) -> Round:
         async def bounded() -> Outcome:
             try:
-                async with asyncio.timeout(3 * self._timeouts.round_s):  # each wait has its own; this one is the last
+                async with asyncio.timeout(
+                    3 * self._timeouts.round_s
+                ):  # each wait has its own; this one is the last
                     return await body
             except (ClusterError, *CALL_FAILED) as error:
                 return Outcome(t, reason=str(error), failed=True)
@@ -160,7 +178,9 @@ class Rounds:
         started, traffic = time.monotonic(), self.service.traffic
         sent, received = traffic.sent, traffic.received
         coded = {stage: CodedStage(self._outer, layout) for stage, layout in self.layouts.items()}
-        vectors = {s: asyncio.ensure_future(self._compute(c.vector_p)) for s, c in coded.items()}  # while others arrive
+        vectors = {
+            s: asyncio.ensure_future(self._compute(c.vector_p)) for s, c in coded.items()
+        }  # while others arrive
         reason, attempt = "no time for a roll call", 0
         while not deadline.passed:
             reply = await self._roll_call(t, attempt, weight, deadline)
@@ -191,7 +211,13 @@ class Rounds:
             await deadline.sleep(_PAUSE_S)  # for whoever is gone to be seen as gone
         await asyncio.gather(*vectors.values())  # the residual may change once we return
         return Outcome(
-            t, [], reason, time.monotonic() - started, traffic.sent - sent, traffic.received - received, attempt
+            t,
+            [],
+            reason,
+            time.monotonic() - started,
+            traffic.sent - sent,
+            traffic.received - received,
+            attempt,
         )
 
     async def _average(
@@ -210,8 +236,12 @@ class Rounds:
         async def one(stage: int) -> None:
             code = coded[stage]
             try:
-                async with asyncio.timeout(max(0.1, deadline.within(roster.remaining_s) - self._timeouts.reply_s)):
-                    p = await self._butterfly(t, roster, stage, "p", code.layout, await asyncio.shield(vectors[stage]))
+                async with asyncio.timeout(
+                    max(0.1, deadline.within(roster.remaining_s) - self._timeouts.reply_s)
+                ):
+                    p = await self._butterfly(
+                        t, roster, stage, "p", code.layout, await asyncio.shield(vectors[stage])
+                    )
                     q_vector = await self._compute(lambda: code.vector_q(p.average))
                     q = await self._butterfly(t, roster, stage, "q", code.layout, q_vector)
             except (ContributionError, *CALL_FAILED) as error:
@@ -262,7 +292,9 @@ class Rounds:
 
     async def _follow(self, t: int, deadline: Deadline, received: int) -> Outcome:
         started = time.monotonic()
-        deadline = Deadline(max(deadline.remaining(), self._timeouts.round_s))  # theirs may have begun after ours
+        deadline = Deadline(
+            max(deadline.remaining(), self._timeouts.round_s)
+        )  # theirs may have begun after ours
         if self._lead is not None:
             follow = await self._lead.follow(t, deadline)
         else:
@@ -283,18 +315,24 @@ class Rounds:
             peer = next((r.peer for r in donor if r.first_stage <= stage <= r.last_stage), self._lead_peer)
             chunks = [unpack(c, Chunk).body for c in await self._stream(peer, Ask(t=result.t, stage=stage))]
             if round_digest(chunks) != result.stage_digests[str(stage)]:
-                raise NotTrustedError(f"the average of outer step {result.t}, stage {stage} is not what was committed")
+                raise NotTrustedError(
+                    f"the average of outer step {result.t}, stage {stage} is not what was committed"
+                )
             kept[stage] = chunks
-            averages.append(await self._compute(lambda c=chunks, x=layout: self._decode(c, x, len(result.members))))  # type: ignore[misc]
+            decode = partial(self._decode, chunks, layout, len(result.members))
+            averages.append(await self._compute(decode))
         digests = {int(s): d for s, d in result.stage_digests.items()}
         self._remember(result, kept)
         return OuterStep(
-            result.t, result.members, [], result.parent, combined_digest(digests), digests, _merged(averages), None
+            result.t, result.members, [], result.parent, combined_digest(digests), digests,
+            _merged(averages), None,
         )  # fmt: skip
 
     def _decode(self, chunks: list[bytes], layout: Layout, num_members: int) -> Average:
         code = CodedStage(self._outer, layout)
-        ranges = {phase: [r for part in chunk_ranges(layout, phase, num_members) for r in part] for phase in _PHASES}
+        ranges = {
+            phase: [r for part in chunk_ranges(layout, phase, num_members) for r in part] for phase in _PHASES
+        }
         cut = len(ranges["p"])
         try:
             p = decode_chunks(chunks[:cut], ranges["p"], layout.phase_numel("p"), self._wire, layout.dtype)
@@ -322,7 +360,9 @@ class Rounds:
         parent = roster.members[0].lineage
         if self._lead is not None:
             stage_digests = {str(s): d for s, d in self._lead.digests_of(t, roster.attempt).items()}
-            self._remember(Result(t=t, parent=parent, members=roster.ids, stage_digests=stage_digests), chunks)
+            self._remember(
+                Result(t=t, parent=parent, members=roster.ids, stage_digests=stage_digests), chunks
+            )
         else:
             self._remember(None, chunks, t)
         digests = {int(s): d for s, d in done.digests.items()}

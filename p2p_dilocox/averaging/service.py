@@ -1,6 +1,7 @@
 """What a rank answers to other peers: the only module that subclasses hivemind (ServicerBase, 1.1.12).
 
-hivemind's averager would run in a forked process with its own matchmaking and lossy result; we use its libp2p streams and
+hivemind's averager would run in a forked process with its own matchmaking and lossy result; we use its
+libp2p streams and
 its DHT, and own the round.
 """
 
@@ -14,7 +15,18 @@ from hivemind.p2p.servicer import ServicerBase, StubBase
 from p2p_dilocox.averaging.butterfly import Butterfly, ContributionError
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.messages import (
-    Ask, CallReply, Chunk, Decision, Envelope, Follow, Part, Result, StageDone, Standing, Votes, unpack,
+    Ask,
+    CallReply,
+    Chunk,
+    Decision,
+    Envelope,
+    Follow,
+    Part,
+    Result,
+    StageDone,
+    Standing,
+    Votes,
+    unpack,
 )  # fmt: skip
 from p2p_dilocox.swarm.node import Node
 
@@ -47,7 +59,8 @@ class Traffic:
 
 
 class Exchanges:
-    """The butterflies in progress, by the vector they average. Others may be faster and ask before we start."""
+    """The butterflies in progress, by the vector they average. Others may be faster and ask before we
+    start."""
 
     def __init__(self) -> None:
         self._butterflies: dict[VectorKey, asyncio.Future[tuple[Butterfly, list[str]]]] = {}
@@ -71,7 +84,7 @@ class Exchanges:
         future = self._future(key)
         try:
             return await asyncio.wait_for(asyncio.shield(future), patience_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             if not future.done():
                 self._butterflies.pop(key, None)
             raise
@@ -94,8 +107,9 @@ class Desk(Protocol):
     async def on_follow(self, ask: Ask, peer: str) -> Follow: ...
 
 
-class Service(ServicerBase):  # type: ignore[misc]
-    """RPCs of one rank. Handlers raise on bad input; hivemind sends the sentence to the caller and goes on."""
+class Service(ServicerBase):
+    """RPCs of one rank. Handlers raise on bad input; hivemind sends the sentence to the caller and goes
+    on."""
 
     def __init__(
         self,
@@ -105,7 +119,8 @@ class Service(ServicerBase):  # type: ignore[misc]
         average_of: Callable[[int, int], list[bytes]],
         snapshot_of: Callable[[int], bytes],
     ) -> None:
-        """patience_s: how long others may be ahead of us. average_of(t, stage): the encoded average of a recent round.
+        """patience_s: how long others may be ahead of us. average_of(t, stage): the encoded average of a
+        recent round.
 
         snapshot_of(stage): the state a joiner needs, see snapshot.py.
         """
@@ -161,7 +176,9 @@ class Service(ServicerBase):  # type: ignore[misc]
         butterfly, peers = await self.exchanges.find(key, self._patience_s)
         peer = str(context.remote_id)
         if peer not in peers:
-            raise NotTrustedError(f"{peer} is not in the roll call of outer step {first.t}, stage {first.stage}")
+            raise NotTrustedError(
+                f"{peer} is not in the roll call of outer step {first.t}, stage {first.stage}"
+            )
         member = peers.index(peer)
         self.traffic.received += len(opening.body)
         taking = asyncio.create_task(self._take_all(butterfly, member, first, key, requests))
@@ -239,7 +256,9 @@ class Service(ServicerBase):  # type: ignore[misc]
         self.traffic.received += len(frame.body)
         part = unpack(frame.body, Part)
         if (part.t, part.attempt, part.stage, part.phase, part.call) != key:
-            raise ContributionError(member, f"sent a chunk of another round, outer step {part.t} stage {part.stage}")
+            raise ContributionError(
+                member, f"sent a chunk of another round, outer step {part.t} stage {part.stage}"
+            )
         return part
 
     def _desk(self) -> Desk:

@@ -1,4 +1,5 @@
-"""The state that a joiner needs of one stage: anchor, outer momentum and basis, with the place in history they belong to.
+"""The state that a joiner needs of one stage: anchor, outer momentum and basis, with the place in history
+they belong to.
 
 Not the error buffer: that is what one cluster has not delivered, and no business of another.
 """
@@ -52,12 +53,15 @@ def write_snapshot(outer: OuterState, names: list[str]) -> bytes:
 
 def snapshot_bytes(outer: OuterState, names: list[str]) -> int:
     """Most that a snapshot of these tensors may have, in bytes."""
-    numel: int = sum(getattr(outer, part)[n].numel() for part in _PARTS for n in names if n in getattr(outer, part))
+    numel: int = sum(
+        getattr(outer, part)[n].numel() for part in _PARTS for n in names if n in getattr(outer, part)
+    )
     return 4 * numel + 65536 + 512 * len(names)
 
 
 def read_snapshot(data: bytes, like: OuterState, names: list[str]) -> Snapshot:
-    """Check a donor's snapshot against our own state's names and shapes. Raises NotTrustedError for any difference."""
+    """Check a donor's snapshot against our own state's names and shapes. Raises NotTrustedError for any
+    difference."""
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
@@ -75,7 +79,9 @@ def read_snapshot(data: bytes, like: OuterState, names: list[str]) -> Snapshot:
             tensor = tensors.pop(f"{part}/{name}", None)
             if tensor is None or tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
                 found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-                raise NotTrustedError(f"the donor's {part} of {name} is {found}, expected {list(own[name].shape)}")
+                raise NotTrustedError(
+                    f"the donor's {part} of {name} is {found}, expected {list(own[name].shape)}"
+                )
             if not torch.isfinite(tensor).all():
                 raise NotTrustedError(f"the donor's {part} of {name} is not finite")
             parts[part][name] = tensor

@@ -1,9 +1,13 @@
 """Votes on a round: it is committed by every member or by none (rule V2).
 
-Each member casts one vote per (t, attempt): the digest over all its stages' averages, or "" for no. Members tell each
-other all votes they know. A member commits once it knows an equal vote of every member and every other member that can
-be reached has acknowledged its own. So after the death of any one member the others know the same votes: if the dead
-one can have committed, all of them can; if a vote is missing everywhere, it cannot have, and they abort and retry.
+Each member casts one vote per (t, attempt): the digest over all its stages' averages, or "" for no. Members
+tell each
+other all votes they know. A member commits once it knows an equal vote of every member and every other
+member that can
+be reached has acknowledged its own. So after the death of any one member the others know the same votes: if
+the dead
+one can have committed, all of them can; if a vote is missing everywhere, it cannot have, and they abort and
+retry.
 """
 
 import asyncio
@@ -89,7 +93,7 @@ class Ballot:
                 self._changed.clear()
                 try:
                     await asyncio.wait_for(self._changed.wait(), min(0.5, max(0.01, deadline.remaining())))
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     continue
         finally:
             for task in talks:

@@ -1,4 +1,5 @@
-"""Keys of a cluster, of an organiser and of a libp2p peer: made once, kept in files that only their owner can read."""
+"""Keys of a cluster, of an organiser and of a libp2p peer: made once, kept in files that only their owner
+can read."""
 
 import base64
 import hashlib
@@ -48,12 +49,15 @@ class SigningKey:
             return key
         raw = _read_private(path)
         if len(raw) != 32:
-            raise StateError(f"{path} has {len(raw)} bytes, an ed25519 key has 32. Move the file away to get a new key.")
+            raise StateError(
+                f"{path} has {len(raw)} bytes, an ed25519 key has 32. Move the file away to get a new key."
+            )
         return cls(Ed25519PrivateKey.from_private_bytes(raw))
 
 
 def cluster_id_of(public: bytes) -> str:
-    """16 characters [a-z2-7] that name the holder of a public key: base32 of the first 10 bytes of its sha256."""
+    """16 characters [a-z2-7] that name the holder of a public key: base32 of the first 10 bytes of its
+    sha256."""
     return base64.b32encode(hashlib.sha256(public).digest()[:10]).decode().lower()
 
 
@@ -82,7 +86,9 @@ def _write_private(path: Path, content: bytes) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise StateError(f"cannot write the key {path}: {error.strerror}. Choose a directory you may write to.") from error
+        raise StateError(
+            f"cannot write the key {path}: {error.strerror}. Choose a directory you may write to."
+        ) from error
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
 
@@ -92,8 +98,8 @@ def _read_private(path: Path) -> bytes:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
             raise NotTrustedError(
-                f"{path} has mode {mode:04o}: others may read this key. Run `chmod 600 {path}` if it never left this "
-                "machine, or delete it to get a new identity."
+                f"{path} has mode {mode:04o}: others may read this key. Run `chmod 600 {path}` if it "
+                "never left this machine, or delete it to get a new identity."
             )
         return path.read_bytes()
     except OSError as error:

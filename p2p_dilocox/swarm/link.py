@@ -20,7 +20,8 @@ _GOOD_MADDR = "/ip4/203.0.113.5/tcp/31337"
 
 @dataclass(frozen=True)
 class JoinLink:
-    """`organiser`: the 32-byte ed25519 public key that signed the run spec. `peers`: full multiaddresses, any suffices."""
+    """`organiser`: the 32-byte ed25519 public key that signed the run spec. `peers`: full multiaddresses,
+    any suffices."""
 
     run_id: str
     organiser: bytes
@@ -40,7 +41,9 @@ class JoinLink:
         except ValueError as error:
             raise LinkError(f"{text!r} is not a join link ({error}). One looks like {_GOOD_LINK}") from error
         if parts.scheme != "dilocox":
-            raise LinkError(f"{text!r} is not a join link: it must start with dilocox://. One looks like {_GOOD_LINK}")
+            raise LinkError(
+                f"{text!r} is not a join link: it must start with dilocox://. One looks like {_GOOD_LINK}"
+            )
         if not RUN_ID.fullmatch(parts.netloc):
             raise LinkError(f"run id {parts.netloc!r} in the join link: must be 1 to 32 of a-z, 0-9 and '-'")
         query = parse_qsl(parts.query, keep_blank_values=True)
@@ -53,9 +56,13 @@ class JoinLink:
         try:
             organiser = base64.b64decode(keys[0] + "=" * (-len(keys[0]) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError) as error:
-            raise LinkError(f"key {keys[0]!r} in the join link is not base64url: copy the whole link") from error
+            raise LinkError(
+                f"key {keys[0]!r} in the join link is not base64url: copy the whole link"
+            ) from error
         if len(organiser) != 32:
-            raise LinkError(f"key {keys[0]!r} in the join link has {len(organiser)} bytes, must have 32: copy it whole")
+            raise LinkError(
+                f"key {keys[0]!r} in the join link has {len(organiser)} bytes, must have 32: copy it whole"
+            )
         peers = tuple(check_maddr(value, peer=True) for name, value in query if name == "peer")
         if not peers:
             raise LinkError(f"join link names no peer to start from. One looks like {_GOOD_LINK}")
@@ -63,7 +70,8 @@ class JoinLink:
 
 
 def check_maddr(text: str, *, peer: bool = False, announce: bool = False) -> str:
-    """The multiaddress `text`, or LinkError. `peer`: must end in /p2p/<id>. `announce`: must have a real port."""
+    """The multiaddress `text`, or LinkError. `peer`: must end in /p2p/<id>. `announce`: must have a real
+    port."""
     example = f"A good one: {_GOOD_MADDR}{'/p2p/<peer id>' if peer else ''}"
     if not text or text != text.strip() or any(c.isspace() for c in text):
         raise LinkError(f"address {text!r} is empty or has white space in it. {example}")
@@ -73,13 +81,17 @@ def check_maddr(text: str, *, peer: bool = False, announce: bool = False) -> str
     except (MultiaddrError, ValueError, KeyError) as error:
         raise LinkError(f"address {text!r} is not a multiaddress ({error}). {example}") from error
     if not protocols or protocols[0] not in ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr"):
-        raise LinkError(f"address {text!r} starts with {(protocols or ['nothing'])[0]!r}, not a host. {example}")
+        raise LinkError(
+            f"address {text!r} starts with {(protocols or ['nothing'])[0]!r}, not a host. {example}"
+        )
     if not {"tcp", "udp"} & set(protocols):
         raise LinkError(f"address {text!r} has no /tcp/<port>. {example}")
     if peer and "p2p" not in protocols:
         raise LinkError(f"address {text!r} does not end in /p2p/<peer id>. {example}")
     if announce and "0" in (_value(maddr, "tcp"), _value(maddr, "udp")):
-        raise LinkError(f"address {text!r} announces port 0, which nobody can dial. Give the real port. {example}")
+        raise LinkError(
+            f"address {text!r} announces port 0, which nobody can dial. Give the real port. {example}"
+        )
     return text
 
 

@@ -1,6 +1,7 @@
 """Every record and message that crosses the wire: msgpack with a fixed schema, checked when it is decoded.
 
-A message that speaks for a cluster travels in a `Sealed` envelope signed by the cluster's key. The signature covers
+A message that speaks for a cluster travels in a `Sealed` envelope signed by the cluster's key. The signature
+covers
 the kind of message and the run, so a record of one kind or run cannot be replayed as another.
 """
 
@@ -12,8 +13,8 @@ from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.identity import SigningKey, cluster_id_of, is_signed_by
 
 __all__ = [
-    "PROTOCOL", "Ask", "Call", "CallReply", "Chunk", "Decision", "Envelope", "Follow", "Message", "Part", "Presence",
-    "RankAddress", "Ready", "Result", "StageDone", "Standing", "Votes",
+    "PROTOCOL", "Ask", "Call", "CallReply", "Chunk", "Decision", "Envelope", "Follow", "Message", "Part",
+    "Presence", "RankAddress", "Ready", "Result", "StageDone", "Standing", "Votes",
     "open_sealed", "seal", "unpack",
 ]  # fmt: skip
 
@@ -42,9 +43,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return unpack(data, cls)
 
 
-
 class RankAddress(Message, frozen=True, kw_only=True):
-    """A rank of a cluster: its libp2p peer, where to dial it, and the consecutive stages it holds [first, last]."""
+    """A rank of a cluster: its libp2p peer, where to dial it, and the consecutive stages it holds [first,
+    last]."""
 
     peer: PeerName
     maddrs: Annotated[list[Maddr], msgspec.Meta(max_length=16)]
@@ -56,7 +57,8 @@ Ranks = Annotated[list[RankAddress], msgspec.Meta(min_length=1, max_length=512)]
 
 
 class Presence(Message, frozen=True, kw_only=True):
-    """A cluster's heartbeat. `t`: last outer step it took; `h`: inner steps since. `state`: joining, training, left."""
+    """A cluster's heartbeat. `t`: last outer step it took; `h`: inner steps since. `state`: joining,
+    training, left."""
 
     cluster_id: ClusterId
     name: Name
@@ -140,12 +142,15 @@ class Votes(Message, frozen=True, kw_only=True):
 
     t: Count
     attempt: Count
-    votes: Annotated[dict[ClusterId, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=256)]
+    votes: Annotated[
+        dict[ClusterId, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=256)
+    ]
     outcome: Outcome
 
 
 class StageDone(Message, frozen=True, kw_only=True):
-    """A rank tells its lead the digests of its stages' averages in (t, attempt); "" and a reason if it has none."""
+    """A rank tells its lead the digests of its stages' averages in (t, attempt); "" and a reason if it has
+    none."""
 
     t: Count
     attempt: Count
@@ -162,7 +167,8 @@ class Decision(Message, frozen=True, kw_only=True):
 
 
 class Part(Message, frozen=True, kw_only=True):
-    """One encoded chunk of a stage's vector in the round that `call` (digest of its member list) stands for."""
+    """One encoded chunk of a stage's vector in the round that `call` (digest of its member list) stands
+    for."""
 
     t: Count
     attempt: Count
@@ -179,7 +185,8 @@ class Chunk(Message, frozen=True, kw_only=True):
 
 
 class Result(Message, frozen=True, kw_only=True):
-    """A committed round, as its members tell it to clusters that were not in it. `digest`: over all stages."""
+    """A committed round, as its members tell it to clusters that were not in it. `digest`: over all
+    stages."""
 
     t: Count
     parent: Digest
@@ -188,7 +195,8 @@ class Result(Message, frozen=True, kw_only=True):
 
 
 class Follow(Message, frozen=True, kw_only=True):
-    """How to catch up with rounds we were not in: their results in order, and the ranks to fetch the averages from.
+    """How to catch up with rounds we were not in: their results in order, and the ranks to fetch the
+    averages from.
 
     `found` with no results: the others dropped the round too. Neither `found` nor `failed`: not known yet.
     """
@@ -200,10 +208,12 @@ class Follow(Message, frozen=True, kw_only=True):
 
 
 class Standing(Message, frozen=True, kw_only=True):
-    """Where a cluster stands: outer step `t` is over, `committed_t` was the last that was committed, `h` inner steps
+    """Where a cluster stands: outer step `t` is over, `committed_t` was the last that was committed, `h`
+    inner steps
     are done since the last boundary.
 
-    `members`: of the last committed round. `in_flight`: the outer step of the round on the wire, 0 if there is none.
+    `members`: of the last committed round. `in_flight`: the outer step of the round on the wire, 0 if there
+    is none.
     """
 
     cluster_id: ClusterId
@@ -234,18 +244,23 @@ def unpack(data: bytes, kind: type[M]) -> M:
 
 def seal(key: SigningKey, run_id: str, message: Message) -> bytes:
     payload = message.pack()
-    return Sealed(key=key.public, signature=key.sign(_signed_part(type(message), run_id, payload)), payload=payload).pack()
+    return Sealed(
+        key=key.public, signature=key.sign(_signed_part(type(message), run_id, payload)), payload=payload
+    ).pack()
 
 
 def open_sealed(data: bytes, run_id: str, kind: type[M]) -> M:
-    """The message inside. Raises NotTrustedError unless the key that signed it is the cluster it speaks for."""
+    """The message inside. Raises NotTrustedError unless the key that signed it is the cluster it speaks
+    for."""
     sealed = unpack(data, Sealed)
     if not is_signed_by(sealed.key, sealed.signature, _signed_part(kind, run_id, sealed.payload)):
         raise NotTrustedError(f"{kind.__name__} with a wrong signature")
     message = unpack(sealed.payload, kind)
     claimed = getattr(message, "cluster_id", None)
     if claimed != cluster_id_of(sealed.key):
-        raise NotTrustedError(f"{kind.__name__} speaks for cluster {claimed}, but {cluster_id_of(sealed.key)} signed it")
+        raise NotTrustedError(
+            f"{kind.__name__} speaks for cluster {claimed}, but {cluster_id_of(sealed.key)} signed it"
+        )
     return message
 
 

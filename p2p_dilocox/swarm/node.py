@@ -1,6 +1,7 @@
 """One peer of the run: libp2p and the hivemind DHT inside the caller's event loop.
 
-hivemind.DHT would fork a process; running its DHTNode here instead needs no fork (CUDA may be in use already), no
+hivemind.DHT would fork a process; running its DHTNode here instead needs no fork (CUDA may be in use
+already), no
 shared memory and no fork order, and only one child: the p2pd daemon, which dies with us.
 """
 
@@ -53,9 +54,11 @@ class Node:
     ) -> "Node":
         """Start p2pd and join the DHT of the run.
 
-        initial_peers: full multiaddresses, dialled all at once; dead ones are skipped. If all are dead this raises
+        initial_peers: full multiaddresses, dialled all at once; dead ones are skipped. If all are dead this
+        raises
             UnreachableError rather than start a swarm of one.
-        host_maddrs: where to listen; nothing for client_mode. announce_maddrs: what to tell others instead of it.
+        host_maddrs: where to listen; nothing for client_mode. announce_maddrs: what to tell others instead
+        of it.
         Raises LinkError if the addresses cannot be listened on.
         """
         with _children_die_with_us():
@@ -70,7 +73,9 @@ class Node:
                 )
             except P2PDaemonError as error:
                 listen = ", ".join(host_maddrs)
-                raise LinkError(f"cannot listen on {listen}: {_last_line(error)}. Is the port in use?") from error
+                raise LinkError(
+                    f"cannot listen on {listen}: {_last_line(error)}. Is the port in use?"
+                ) from error
         try:
             reachable = await _dial_all(p2p, initial_peers)
             dht = await DHTNode.create(
@@ -84,7 +89,9 @@ class Node:
             if isinstance(error, RuntimeError):
                 raise UnreachableError(f"no peer of the link answers as part of a swarm: {error}") from error
             if type(error).__name__ == "ValidationError":
-                raise UnreachableError(f"the swarm does not accept this machine: {error}. Is its clock right (NTP)?") from error
+                raise UnreachableError(
+                    f"the swarm does not accept this machine: {error}. Is its clock right (NTP)?"
+                ) from error
             raise
         return cls(run_id, p2p, dht)
 
@@ -95,7 +102,9 @@ class Node:
     async def connect(self, peer: str, maddrs: Iterable[str]) -> None:
         """Tell p2pd where `peer` lives. Never raises: whether it can be reached shows when it is called."""
         with contextlib.suppress(P2PDaemonError, ControlFailure, asyncio.TimeoutError, ValueError):
-            addresses = [Multiaddr(m).decapsulate("/p2p/" + peer) if "/p2p/" in m else Multiaddr(m) for m in maddrs]
+            addresses = [
+                Multiaddr(m).decapsulate("/p2p/" + peer) if "/p2p/" in m else Multiaddr(m) for m in maddrs
+            ]
             await asyncio.wait_for(self.p2p._client.connect(PeerID.from_base58(peer), addresses), _DIAL_S)
 
     async def publish_run(self, signed: SignedRun) -> bool:
@@ -112,20 +121,24 @@ class Node:
                     return SignedRun.from_bytes(found.value)
             if asyncio.get_running_loop().time() > deadline:
                 raise UnreachableError(
-                    f"nobody in the swarm has the spec of run {self.run_id!r} ({timeout_s:.0f} s). Is the link for another run?"
+                    f"nobody in the swarm has the spec of run {self.run_id!r} ({timeout_s:.0f} s). "
+                    "Is the link for another run?"
                 )
             await asyncio.sleep(0.5)
 
     async def publish_presence(self, key: SigningKey, presence: Presence) -> bool:
         expires = get_dht_time() + PRESENCE_LIFE_S
         sealed = seal(key, self.run_id, presence)
-        return bool(await self.dht.store(clusters_key(self.run_id), sealed, expires, subkey=presence.cluster_id))
+        return bool(
+            await self.dht.store(clusters_key(self.run_id), sealed, expires, subkey=presence.cluster_id)
+        )
 
     async def clusters(self) -> dict[str, Presence]:
-        """The clusters that were heard of in the last PRESENCE_LIFE_S seconds, by id; those that left are not in it."""
+        """The clusters that were heard of in the last PRESENCE_LIFE_S seconds, by id; those that left are
+        not in it."""
         try:
             found = await asyncio.wait_for(self.dht.get(clusters_key(self.run_id), latest=True), _DHT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return {}
         present: dict[str, Presence] = {}
         if found is not None and isinstance(found.value, dict):
@@ -149,9 +162,10 @@ async def _dial_all(p2p: P2P, peers: Sequence[str]) -> list[str]:
         peer_id = maddr["p2p"]
         try:
             await asyncio.wait_for(
-                p2p._client.connect(PeerID.from_base58(peer_id), [maddr.decapsulate(f"/p2p/{peer_id}")]), _DIAL_S
+                p2p._client.connect(PeerID.from_base58(peer_id), [maddr.decapsulate(f"/p2p/{peer_id}")]),
+                _DIAL_S,
             )
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return f"no answer within {_DIAL_S:.0f} s: the host is down, or a firewall drops the port"
         except (ControlFailure, P2PDaemonError) as error:
             return _dial_reason(str(error))
@@ -160,13 +174,15 @@ async def _dial_all(p2p: P2P, peers: Sequence[str]) -> list[str]:
     reasons = await asyncio.gather(*(dial(peer) for peer in peers))
     reachable = [peer for peer, reason in zip(peers, reasons, strict=True) if reason is None]
     if peers and not reachable:
-        raise UnreachableError("cannot join: " + "; ".join(f"{p}: {r}" for p, r in zip(peers, reasons, strict=True)))
+        raise UnreachableError(
+            "cannot join: " + "; ".join(f"{p}: {r}" for p, r in zip(peers, reasons, strict=True))
+        )
     return reachable
 
 
 def _dial_reason(message: str) -> str:
     if "connection refused" in message:
-        return "connection refused: the host is up, but nobody listens on that port. Is the bootstrap node running?"
+        return "connection refused: nobody listens on that port. Is the bootstrap node running?"
     if "peer id mismatch" in message:
         return "another peer answers there: the bootstrap node has a new identity. Ask for a new link"
     if "no route to host" in message or "network is unreachable" in message:
@@ -183,7 +199,8 @@ def _last_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _children_die_with_us() -> Iterator[None]:
-    """hivemind starts p2pd by asyncio and has no hook for it: without this p2pd outlives a killed rank (measured)."""
+    """hivemind starts p2pd by asyncio and has no hook for it: without this p2pd outlives a killed rank
+    (measured)."""
     start = asyncio.subprocess.create_subprocess_exec
     asyncio.subprocess.create_subprocess_exec = partial(start, preexec_fn=die_with_parent)
     try:

@@ -10,7 +10,8 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: dlopen in a
 
 
 def die_with_parent() -> None:
-    """Ask Linux to SIGKILL this process when the thread that started it ends. Safe in a forked child before exec.
+    """Ask Linux to SIGKILL this process when the thread that started it ends. Safe in a forked child before
+    exec.
 
     The setting survives exec. It does nothing where prctl does not exist.
     """

@@ -1,6 +1,8 @@
-"""Which records the DHT of a run stores: the run spec signed by the organiser and heartbeats signed by their cluster.
+"""Which records the DHT of a run stores: the run spec signed by the organiser and heartbeats signed by their
+cluster.
 
-hivemind's own validators let a stranger replace a dictionary by a plain value with a later expiry, and keep records
+hivemind's own validators let a stranger replace a dictionary by a plain value with a later expiry, and keep
+records
 for as long as they claim (measured, field report I11). Here every key, subkey, size and lifetime is checked.
 """
 
@@ -22,8 +24,9 @@ _MAX_PRESENCE_BYTES = 256 * 1024
 _NO_SUBKEY = MSGPackSerializer.dumps(None)  # how hivemind marks a plain value
 
 
-class RunRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Refuses every record that is not part of the run. Used by all nodes, so a bad record does not spread."""
+class RunRecords(RecordValidatorBase):
+    """Refuses every record that is not part of the run. Used by all nodes, so a bad record does not
+    spread."""
 
     def __init__(self, run_id: str, organiser: bytes) -> None:
         self._run_id = run_id
@@ -35,7 +38,11 @@ class RunRecords(RecordValidatorBase):  # type: ignore[misc]
         life_s = record.expiration_time - get_dht_time()
         try:
             if record.key == self._run_key:
-                return record.subkey == _NO_SUBKEY and life_s < RUN_LIFE_S + _CLOCK_SLACK_S and self._is_run(record.value)
+                return (
+                    record.subkey == _NO_SUBKEY
+                    and life_s < RUN_LIFE_S + _CLOCK_SLACK_S
+                    and self._is_run(record.value)
+                )
             if record.key == self._clusters_key:
                 return life_s < PRESENCE_LIFE_S + _CLOCK_SLACK_S and self._is_presence(record)
         except (NotTrustedError, ValueError, TypeError):

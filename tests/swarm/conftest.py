@@ -1,4 +1,5 @@
-"""A swarm in one process: real nodes on loopback, real streams; every rank with a network thread of its own."""
+"""A swarm in one process: real nodes on loopback, real streams; every rank with a network thread of its
+own."""
 
 import contextlib
 import importlib
@@ -38,8 +39,15 @@ recipe = "{recipe}"
 outer_steps = 100
 min_clusters = {min_clusters}
 [model]
-config = {{ model_type = "llama", vocab_size = 2048, hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 2, intermediate_size = 128, num_key_value_heads = 2 }}
 stages = 2
+[model.config]
+model_type = "llama"
+vocab_size = 2048
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
 [data]
 seq_len = 32
 [inner]
@@ -53,13 +61,17 @@ round_s = {round_s}
 """
 
 
-def spec_text(recipe: str = "dilocox", *, min_clusters: int = 1, round_s: float = 20.0, more: str = "") -> str:
+def spec_text(
+    recipe: str = "dilocox", *, min_clusters: int = 1, round_s: float = 20.0, more: str = ""
+) -> str:
     return SPEC.format(recipe=recipe, min_clusters=min_clusters, round_s=round_s, more=more)
 
 
 def start_parameters(stages: list[int]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    everything = {n: torch.randn(shape, generator=generator) for s in sorted(SHAPES) for n, shape in SHAPES[s].items()}
+    everything = {
+        n: torch.randn(shape, generator=generator) for s in sorted(SHAPES) for n, shape in SHAPES[s].items()
+    }
     return {n: everything[n] for s in stages for n in SHAPES[s]}
 
 
@@ -71,7 +83,10 @@ class SwarmRank:
         self.spec, self.stages = spec, stages
         self.network = NetworkThread()
         self.node = self.network.call(
-            Node.start(run_id="test", organiser=organiser, initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"]), 30
+            Node.start(
+                run_id="test", organiser=organiser, initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"]
+            ),
+            30,
         )
         self.parameters = start_parameters(stages)
         self.outer = OuterState(spec, self.parameters, DENSE, genesis(digest))
@@ -136,7 +151,9 @@ class SwarmRank:
 
 
 class SwarmCluster:
-    def __init__(self, text: str, link: tuple[bytes, list[str]], signed: SignedRun, split: list[list[int]]) -> None:
+    def __init__(
+        self, text: str, link: tuple[bytes, list[str]], signed: SignedRun, split: list[list[int]]
+    ) -> None:
         spec = parse_run(text)
         digest = spec_digest(text)
         self.key = SigningKey.generate()
@@ -146,8 +163,9 @@ class SwarmCluster:
         first = self.ranks[0]
         self.lead = Lead(
             node=first.node, service=first.service, key=self.key, name="test", ranks=addresses, signed=signed,
-            spec_digest=digest, num_stages=len(SHAPES), min_clusters=spec.run.min_clusters, timeouts=first.timeouts,
-            progress=first.progress, result_after=lambda t: first.rounds.result_after(t),
+            spec_digest=digest, num_stages=len(SHAPES), min_clusters=spec.run.min_clusters,
+            timeouts=first.timeouts, progress=first.progress,
+            result_after=lambda t: first.rounds.result_after(t),
         )  # fmt: skip
         first.service.desk = self.lead
         for rank in self.ranks:
@@ -194,7 +212,8 @@ class Swarm:
         self.organiser = SigningKey.generate()
         self.network = NetworkThread()
         self.boot = self.network.call(
-            Node.start(run_id="test", organiser=self.organiser.public, host_maddrs=["/ip4/127.0.0.1/tcp/0"]), 30
+            Node.start(run_id="test", organiser=self.organiser.public, host_maddrs=["/ip4/127.0.0.1/tcp/0"]),
+            30,
         )
         self.signed = sign_run(self.organiser, "test", text)
         self.network.call(self.boot.publish_run(self.signed), 10)

@@ -1,4 +1,5 @@
-"""Rounds over real libp2p streams: the same bytes for all, the right mean, and what happens when someone is gone."""
+"""Rounds over real libp2p streams: the same bytes for all, the right mean, and what happens when someone is
+gone."""
 
 from collections.abc import Callable
 
@@ -13,10 +14,14 @@ LOSSLESS = "[compression]\nbits = 64\nreturn_bits = 64\nlowrank = 0\nfeedback = 
 
 def deltas(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {n: 0.01 * torch.randn(s, generator=generator) for stage in SHAPES.values() for n, s in stage.items()}
+    return {
+        n: 0.01 * torch.randn(s, generator=generator) for stage in SHAPES.values() for n, s in stage.items()
+    }
 
 
-def test_three_clusters_of_different_shapes_hold_equal_anchors_under_lossy_compression(swarm: MakeSwarm) -> None:
+def test_three_clusters_of_different_shapes_hold_equal_anchors_under_lossy_compression(
+    swarm: MakeSwarm,
+) -> None:
     net = swarm(spec_text("dilocox", min_clusters=3, more="[compression]\nlowrank = 8\n"))
     clusters = [net.join([[0, 1]]), net.join([[0], [1]]), net.join([[0], [1]])]
     for t in range(1, 6):
@@ -74,7 +79,9 @@ def test_survivors_finish_the_outer_step_without_a_dead_cluster(swarm: MakeSwarm
             torch.testing.assert_close(theta, before[name] - 1.5, rtol=0, atol=1e-5)
 
 
-def test_a_cluster_that_misses_the_call_adopts_the_round_and_its_movement_is_delivered_once(swarm: MakeSwarm) -> None:
+def test_a_cluster_that_misses_the_call_adopts_the_round_and_its_movement_is_delivered_once(
+    swarm: MakeSwarm,
+) -> None:
     net = swarm(spec_text("fedavg", min_clusters=2, round_s=8.0, more=LOSSLESS))
     first, late = net.join(), net.join()
     for cluster in (first, late):
@@ -106,7 +113,9 @@ def test_bytes_on_the_wire_are_what_the_codec_predicts(swarm: MakeSwarm, bits: i
     clusters = [net.join(), net.join()]
     for cluster in clusters:
         cluster.contribute(1, deltas(1))
-    coded = sum(layout.coded_bytes(bits, bits).contribution for layout in clusters[0].ranks[0].rounds.layouts.values())
+    coded = sum(
+        layout.coded_bytes(bits, bits).contribution for layout in clusters[0].ranks[0].rounds.layouts.values()
+    )
     for cluster in clusters:
         (outcome,) = cluster.land()
         assert coded <= outcome.sent_bytes <= 1.1 * coded  # 2 (D - 1) / D = 1 for two clusters

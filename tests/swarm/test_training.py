@@ -75,9 +75,9 @@ class Peer:
         self.reached = threading.Condition()
         self.error: BaseException | None = None
         config = {
-            "rank": 0, "num_ranks": 1, "device": "cpu", "threads": 1, "state_dir": str(self.state), "run_text": net.text,
-            "link": str(JoinLink("test", net.organiser.public, tuple(net.link[1]))), "rendezvous": "", "name": name,
-            "listen": "/ip4/127.0.0.1/tcp/0", "announce": None,
+            "rank": 0, "num_ranks": 1, "device": "cpu", "threads": 1, "state_dir": str(self.state),
+            "link": str(JoinLink("test", net.organiser.public, tuple(net.link[1]))), "rendezvous": "",
+            "run_text": net.text, "name": name, "listen": "/ip4/127.0.0.1/tcp/0", "announce": None,
         }  # fmt: skip
         self.thread = threading.Thread(target=self._run, args=(run_rank, config))
         self.thread.start()
@@ -124,7 +124,9 @@ def plain_training(text: str, state: Path, cluster_id: str) -> dict[int, str]:
     cpu = torch.device("cpu")
     config = config_from_spec(spec.model)
     cuts = cut_layers(config, spec.model.stages, spec.model.cut)
-    pipeline = Pipeline(spec, build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu), 0, 1, cpu)
+    pipeline = Pipeline(
+        spec, build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu), 0, 1, cpu
+    )
     inner = InnerOptimizer(pipeline.all_parameters, spec.inner, total_inner_steps(spec))
     batches = Batches(load_tokens(spec, state / "tokens"), spec, cluster_id)
     for t in range(1, spec.run.outer_steps + 1):
@@ -134,7 +136,9 @@ def plain_training(text: str, state: Path, cluster_id: str) -> dict[int, str]:
             inner.step((t - 1) * spec.inner.H + h)
     outer = OuterState(spec, pipeline.parameters, frozenset(), "")
     stage_of = pipeline.stage_of
-    return {s: outer.digest([n for n in outer.anchor if stage_of[n] == s]) for s in sorted(set(stage_of.values()))}
+    return {
+        s: outer.digest([n for n in outer.anchor if stage_of[n] == s]) for s in sorted(set(stage_of.values()))
+    }
 
 
 def test_one_cluster_with_a_lossless_codec_and_outer_lr_1_is_plain_training_bit_for_bit(
@@ -162,7 +166,8 @@ def test_two_clusters_end_with_equal_parameters_in_every_overlap(
         assert [e.t for e in committed] == [1, 2, 3, 4]
         assert all(len(e.members) == 2 and e.included for e in committed)
     histories = [
-        [json.loads(line) for line in (p.state / "history" / "rank0.jsonl").read_text().splitlines()] for p in peers
+        [json.loads(line) for line in (p.state / "history" / "rank0.jsonl").read_text().splitlines()]
+        for p in peers
     ]
     assert [(r["t"], r["stage"], r["digest"]) for r in histories[0]] == [
         (r["t"], r["stage"], r["digest"]) for r in histories[1]
@@ -195,12 +200,17 @@ def test_a_late_cluster_downloads_the_state_and_is_in_step_from_then_on(
             assert inner.lr == rates[inner.t, inner.h]
 
 
-@pytest.mark.parametrize("overlap", ["none", "boundary"])  # in `arrival` the network decides when a round lands
+@pytest.mark.parametrize(
+    "overlap", ["none", "boundary"]
+)  # in `arrival` the network decides when a round lands
 def test_a_resumed_cluster_repeats_the_losses_it_would_have_had(
     swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], overlap: str
 ) -> None:
-    """Field report E6. The first swarm runs through; the second one stops after outer step 2 and comes back."""
-    text = run_text("dilocox", outer_steps=6, more=f"[compression]\nlowrank = 8\n[overlap]\nmode = '{overlap}'\n")
+    """Field report E6. The first swarm runs through; the second one stops after outer step 2 and comes
+    back."""
+    text = run_text(
+        "dilocox", outer_steps=6, more=f"[compression]\nlowrank = 8\n[overlap]\nmode = '{overlap}'\n"
+    )
     peer = join(swarm(text), "alone")
     whole = peer.finish()
     for step in (peer.state / "checkpoints").iterdir():
