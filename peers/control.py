@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from p2p_dilocox.errors import StateError
+from p2p_dilocox.errors import ClusterError, StateError
 
 __all__ = ["SOCKET_NAME", "ask", "bind_control", "request_leave"]
 
@@ -45,7 +45,7 @@ def request_leave(state: Path, *, now: bool) -> str:
     """Take the cluster out of its run and wait until its last process has ended. Returns how it ended.
 
     now: do not wait for the round in flight. Raises StateError if no cluster runs in `state` or it does not
-    end within the deadline it announces.
+    end within the deadline it announces, ClusterError if a rank failed on the way.
     """
     with _connected(state) as (connection, lines):
         answer = _ask(lines, {"command": "leave", "now": now}, state)
@@ -60,7 +60,12 @@ def request_leave(state: Path, *, now: bool) -> str:
             ) from error
         except OSError:
             last = None  # the supervisor was killed while it left
-    return str(last.get("ended", "left")) if last else "ended"
+    ended = str(last.get("ended")) if last else "failed"
+    if ended == "failed":
+        raise ClusterError(
+            f"the cluster in {state} failed while it left. Its last words are in {state / 'logs'}."
+        )
+    return ended
 
 
 def _ask(lines: BinaryIO, command: dict[str, Any], state: Path) -> dict[str, Any]:

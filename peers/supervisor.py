@@ -216,8 +216,8 @@ class Supervisor:
         self._stopping = "now" if now else "leave"
         self._deadline = time.monotonic() + within_s
         command = json.dumps({"command": "leave", "now": now}).encode() + b"\n"
-        for rank in self._ranks:  # rank 0 decides for the cluster; the others get it in case rank 0 is gone
-            if not rank.ended and (rank.number == 0 or now):
+        for rank in self._ranks:  # they agree among themselves on the inner step after which they leave
+            if not rank.ended:
                 with contextlib.suppress(OSError):
                     rank.channel.send(command)
 

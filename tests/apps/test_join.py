@@ -19,8 +19,8 @@ Start = Callable[..., Program]
 
 def join(start: Start, link: str, state: Path, *, devices: str = "cpu:2") -> Program:
     """A cluster that has committed its first outer step."""
-    cluster = start("dilocox-peer", "join", link, "--devices", devices, "--threads", "1", "--state-dir", state,
-                    "--listen", LOOPBACK, "--name", "ridge-3")  # fmt: skip
+    options = ["--devices", devices, "--threads", "1", "--listen", LOOPBACK, "--name", "ridge-3"]
+    cluster = start("dilocox-peer", "join", link, "--state-dir", state, *options)
     cluster.read_until("outer 1 committed")
     return cluster
 

@@ -116,8 +116,9 @@ def test_the_live_view_fits_the_terminal_and_shows_the_run(width: int, height: i
     assert max(map(len, lines)) <= width
     for part in (
         "run demo", "training", "ridge-3", ME, "28 of 30", "5 of 5", "4.200", "4.700", "█", "4,000 tokens/s",
-        "lr 3.0e-04", "300.0 kB sent", "400.0 kB received", "8.4 MB sent", "lowrank 16", "H 5", "75% of 4.0 s hidden",
-        "2 in round 28", "aaaaaaaa (this one)", "bbbbbbbb", "checkpoint of outer step 28",
+        "lr 3.0e-04", "300.0 kB sent", "400.0 kB received", "8.4 MB sent", "lowrank 16", "H 5",
+        "75% of 4.0 s hidden", "2 in round 28",
+        "aaaaaaaa (this one)", "bbbbbbbb", "checkpoint of outer step 28",
     ):  # fmt: skip
         assert part in text, part
 
