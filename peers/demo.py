@@ -162,8 +162,8 @@ def _train(out: Path, run: str, spec: RunSpec, num_clusters: int, signals: list[
             name = f"cluster-{chr(ord('a') + number)}"
             program = _Program(
                 name,
-                ["p2p_dilocox.peers", "join", link, "--devices", f"cpu:{num_ranks}",
-                 "--threads", f"{threads}", "--state-dir", str(out / name), "--name", name, "--listen", _LOOPBACK],
+                ["p2p_dilocox.peers", "join", link, "--state-dir", str(out / name), "--name", name,
+                 "--devices", f"cpu:{num_ranks}", "--threads", str(threads), "--listen", _LOOPBACK],
                 out / f"{name}.log",
             )  # fmt: skip
             programs.append(program)

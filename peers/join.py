@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
 from p2p_dilocox.errors import LinkError, SpecError, StateError, UnreachableError
 from p2p_dilocox.ports import check_port, shift_port
 from p2p_dilocox.runspec import RunSpec, parse_run
@@ -113,10 +115,10 @@ def join_run(options: JoinOptions) -> int:
                 2 * spec.deadlines.round_s
             )  # the round in flight, and as long again for the inner step and the save
             outcome = Supervisor(state, workers, progress, display, leave_s=leave_s).run()
-            display.say(f"{outcome.reason} at outer step {max(progress.rounds, default=0)}")
         finally:
             display.close()
             rendezvous.unlink(missing_ok=True)
+        click.echo(f"{outcome.reason} at outer step {max(progress.rounds, default=0)}")
         return outcome.exit_code
 
 

@@ -215,6 +215,7 @@ class Supervisor:
     def _leave(self, *, now: bool, within_s: float) -> None:
         self._stopping = "now" if now else "leave"
         self._deadline = time.monotonic() + within_s
+        self._progress.phase, self._progress.detail = "leaving", f"for {within_s:.0f} s at most"
         command = json.dumps({"command": "leave", "now": now}).encode() + b"\n"
         for rank in self._ranks:  # they agree among themselves on the inner step after which they leave
             if not rank.ended:

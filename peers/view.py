@@ -101,7 +101,11 @@ class DemoView:
 
 def round_line(progress: Progress, totals: RoundTotals) -> str:
     """The one line that a log has per outer step; always the same order."""
-    mb = f"{totals.sent_bytes / 1e6:.1f}" if totals.sent_bytes >= 1e5 else f"{totals.sent_bytes / 1e6:.3f}"
+    mb = (
+        f"{totals.sent_bytes / 1e6:.1f}"
+        if not 0 < totals.sent_bytes < 1e5
+        else f"{totals.sent_bytes / 1e6:.3f}"
+    )
     clusters = f"{len(totals.members)} cluster{'' if len(totals.members) == 1 else 's'}"
     return (
         f"outer {totals.t} committed  {clusters}  loss {_number(progress.loss)}  {mb} MB up  "

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -125,3 +126,20 @@ def test_a_bootstrap_node_that_is_gone_is_named(endless_run: str, tmp_path: Path
     assert refused.returncode == 3
     assert "connection refused" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_while_the_bootstrap_node_gives_no_answer(
+    endless_run: str, tmp_path: Path, start: Start, number: signal.Signals, status: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = endless_run.split("/tcp/")[1].split("/")[0]
+        link = endless_run.replace(f"/tcp/{port}/", f"/tcp/{silent.getsockname()[1]}/")
+        cluster = start("dilocox-peer", "join", link, "--state-dir", tmp_path / "state")
+        dialling, _ = silent.accept()
+        with dialling:
+            descendants = cluster.descendants()
+            cluster.send(number)
+            assert cluster.wait(timeout_s=10) == status
+    assert "Traceback" not in cluster.output
+    assert wait_for_end(list(descendants), 0) == []
