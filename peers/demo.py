@@ -14,7 +14,7 @@ from types import FrameType
 
 import click
 
-from p2p_dilocox.errors import ClusterError, StateError
+from p2p_dilocox.errors import ClusterError, SpecError, StateError
 from p2p_dilocox.events import event_from_dict
 from p2p_dilocox.program import printable
 from p2p_dilocox.runspec import RunSpec, parse_run, read_run_text
@@ -118,12 +118,19 @@ def run_demo(out: Path, *, run: str, num_clusters: int) -> int:
     """
     started = time.monotonic()
     spec = parse_run(read_run_text(run), name=run)
+    if num_clusters < spec.run.min_clusters:
+        raise SpecError(
+            f"--clusters {num_clusters}: this run waits for {spec.run.min_clusters} (run.min_clusters). "
+            f"Give --clusters {spec.run.min_clusters} or more."
+        )
     with _demo_dir(out) as out, _signals() as signals:
         try:
             clusters = _train(out, run, spec, num_clusters, signals)
         except _Interrupted as interrupted:
             return 128 + interrupted.number
         click.echo("exporting and checking the model")
+        if not any(cluster.progress.rounds for cluster in clusters):
+            raise ClusterError(f"the clusters ended without an outer step. See their logs in {out}.")
         from .demo_report import problems, report_demo, summary_table
 
         summary = report_demo(
@@ -220,6 +227,8 @@ def _wait_for_link(bootstrap: _Program, file: Path, signals: list[int]) -> str:
 
 def _end(programs: Sequence[_Program], signals: list[int]) -> None:
     """End the clusters, then the bootstrap node. A second signal kills what is left at once."""
+    if signals:
+        click.echo("ending the programs; once more to kill")
     for group in (programs[1:], programs[:1]):
         for program in group:
             program.interrupt()

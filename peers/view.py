@@ -86,9 +86,11 @@ class DemoView:
                 _count(p.tokens_per_s), bytes_text(last.sent_bytes) if last else "-", _percent(p.utilisation),
             )  # fmt: skip
         losses = Table.grid(padding=(0, 1))
-        width = options.max_width - 4 - _LABEL_WIDTH - 12
+        width = options.max_width - 4 - _LABEL_WIDTH - 14
         for p in self.clusters:
-            losses.add_row(_label(p.name), Text(sparkline(p.losses, width), "yellow"), _number(p.loss))
+            losses.add_row(
+                _label(p.name), Text(p.phase, _style(p.phase)), Text(sparkline(p.losses, width), "yellow")
+            )
         log = sorted((when, f"{p.name}  {line}") for p in self.clusters for when, line in p.log)
         yield Panel(
             Group(bar, table, losses, Text(), *_log_lines(log, 4)),

@@ -193,6 +193,14 @@ def test_serve_names_the_port_that_is_in_use(tmp_path: Path, run_file: Path) -> 
     assert f"port {port} is in use" in result.stderr
 
 
+def test_a_demo_that_would_wait_for_ever_is_refused(tmp_path: Path, run_file: Path) -> None:
+    run_file.write_text(run_file.read_text().replace('"tiny"', '"tiny"\nmin_clusters = 3'))
+    result = peer("demo", "--run", run_file, "--clusters", "2", "--out", tmp_path / "demo")
+    assert result.exit_code == 2
+    assert "this run waits for 3" in result.stderr
+    assert not (tmp_path / "demo").exists()
+
+
 def test_the_demo_deletes_nothing_but_an_earlier_demo(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     result = peer("demo", "--out", tmp_path)
