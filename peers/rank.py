@@ -209,7 +209,10 @@ def _enter_run(
         if plan.action == "leave":
             raise Leave(now=True)
         if plan.action == "start":
-            break
+            if rank.progress.state == "training":
+                break
+            rank.progress.state = "training"  # from here the others' rounds wait for us: look what began before
+            continue
         _download(spec, rank, plan, network, say)
     else:
         raise ClusterError(
@@ -222,7 +225,7 @@ def _enter_run(
         rank.t, rank.h = standing.t + 1, min(standing.h, spec.inner.H - 1)
         if standing.in_flight > standing.t:
             rank.pending, rank.t = rank.rounds.follow(standing.in_flight), standing.in_flight + 1
-    rank.progress.h, rank.progress.state = rank.h, "training"
+    rank.progress.h = rank.h
     if rank.outer.t == 0:
         evaluate(spec, rank)
 

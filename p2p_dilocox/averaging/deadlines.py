@@ -22,7 +22,7 @@ class Timeouts:
     @property
     def reply_s(self) -> float:
         """After this long without a reply to a short question a peer counts as frozen."""
-        return min(5.0, 0.1 * self.round_s)
+        return min(5.0, 0.25 * self.round_s)
 
     @property
     def poll_s(self) -> float:

@@ -33,11 +33,11 @@ class Plan(Message, frozen=True, kw_only=True):
 
 
 async def make_plan(lead: Lead, outer: OuterState, min_clusters: int) -> Plan:
-    """Look at the swarm once. The cluster with the most committed outer steps decides where the run is."""
-    await lead.refresh()
-    others = [c for c in lead.present if c != lead.me]
-    answers = await asyncio.gather(*(lead.standing_of(c) for c in others))
-    standings = {c: s for c, s in zip(others, answers, strict=True) if s is not None}
+    """Look at the swarm once. The cluster with the most committed outer steps decides where the run is.
+
+    By looking we are seen: once our state is a recent one, the others' next round waits for us.
+    """
+    standings = await lead.greet()
     best = max(standings, key=lambda c: (standings[c].committed_t, c), default=None)
     if best is not None and standings[best].committed_t > 0:
         standing = standings[best]

@@ -29,6 +29,7 @@ from p2p_dilocox.swarm.messages import (
     StageDone,
     Standing,
     Votes,
+    open_sealed,
     seal,
 )  # fmt: skip
 from p2p_dilocox.swarm.node import Node
@@ -210,6 +211,26 @@ class Lead:
     def ranks_of(self, cluster: str) -> list[RankAddress]:
         return self._ranks.get(cluster, [])
 
+    async def greet(self) -> dict[str, Standing]:
+        """Tell every other lead our presence now, and learn where each stands.
+
+        A heartbeat in the DHT would reach them seconds later, when a round without us may have begun.
+        """
+        await self.refresh()
+        sealed = seal(self.key, self.node.run_id, self.presence())
+        others = [c for c in self.present if c != self.me]
+
+        async def tell(cluster: str) -> Standing | None:
+            try:
+                stub = self.service.stub(self._leads[cluster])
+                standing: Standing = await stub.rpc_hello(Envelope(body=sealed), timeout=self.timeouts.reply_s)
+                return standing
+            except (KeyError, *CALL_FAILED):
+                return None
+
+        answers = await asyncio.gather(*(tell(c) for c in others))
+        return {c: s for c, s in zip(others, answers, strict=True) if s is not None}
+
     # --- our cluster in a round
 
     async def attend(self, t: int, attempt: int, weight: float, deadline: Deadline) -> CallReply:
@@ -303,6 +324,13 @@ class Lead:
         return Follow(failed=f"nobody committed outer step {t} in time")
 
     # --- service.Desk
+
+    async def on_hello(self, sealed: bytes) -> Standing:
+        presence = open_sealed(sealed, self.node.run_id, Presence)
+        if presence.cluster_id != self.me:
+            self.present[presence.cluster_id] = presence
+            await self._meet(presence.cluster_id, presence.ranks)
+        return await self.on_standing()
 
     async def on_ready(self, sealed: bytes) -> CallReply:
         return await self.rollcalls.answer(sealed, last_t=self.progress.t)

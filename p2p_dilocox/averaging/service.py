@@ -98,6 +98,7 @@ class Exchanges:
 class Desk(Protocol):
     """Who answers the short questions; only a cluster's lead (rank 0) has all of it."""
 
+    async def on_hello(self, sealed: bytes) -> Standing: ...
     async def on_ready(self, sealed: bytes) -> CallReply: ...
     async def on_call(self, ask: Ask, peer: str) -> CallReply: ...
     async def on_stage_done(self, done: StageDone, peer: str) -> Decision: ...
@@ -135,6 +136,9 @@ class Service(ServicerBase):
 
     def stub(self, peer: str) -> StubBase:
         return self.get_stub(self.node.p2p, PeerID.from_base58(peer), namespace=self.node.run_id)
+
+    async def rpc_hello(self, request: Envelope, context: P2PContext) -> Standing:
+        return await self._desk().on_hello(request.body)
 
     async def rpc_ready(self, request: Envelope, context: P2PContext) -> CallReply:
         return await self._desk().on_ready(request.body)
