@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from p2p_dilocox.averaging.lead import Progress
+from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.round import Outcome, Round, Rounds
 from p2p_dilocox.data import Batches
 from p2p_dilocox.errors import ClusterError
@@ -107,7 +107,9 @@ def inner_step(spec: RunSpec, rank: Rank, t: int, h: int) -> bool:
     rank.pipeline.forward_backward(tokens)
     arrived = rank.pending is not None and rank.pending.ready()
     wish = rank.wish.value
-    step = rank.pipeline.clip_([float(arrived), float(wish == Wish.LEAVE), float(wish == Wish.LEAVE_NOW)])
+    astray = bool(rank.progress.astray)  # only the lead, rank 0, looks at other clusters' histories
+    flags = [arrived, wish == Wish.LEAVE, wish == Wish.LEAVE_NOW, astray]
+    step = rank.pipeline.clip_([float(flag) for flag in flags])
     lr = rank.inner.step((t - 1) * spec.inner.H + h)
     num_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
     seconds = time.monotonic() - started
@@ -129,6 +131,9 @@ def inner_step(spec: RunSpec, rank: Rank, t: int, h: int) -> bool:
             seconds=seconds,
         )  # fmt: skip
     )
+    if step.extra[3]:
+        why = rank.progress.astray or "rank 0 found another history"
+        raise ClusterError(f"{why}. The cluster has to fetch the state of the others.")
     if step.extra[1] or step.extra[2]:  # summed over the ranks, so all of them leave after the same step
         raise Leave(now=step.extra[2] > 0)
     return round(step.extra[0]) == rank.pipeline.num_ranks

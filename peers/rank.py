@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from p2p_dilocox.averaging.coded import stage_layout
+from p2p_dilocox.averaging.company import CALL_FAILED, Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
 from p2p_dilocox.averaging.joining import Plan, download, make_plan
-from p2p_dilocox.averaging.lead import CALL_FAILED, Lead, Progress
+from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.round import Rounds, codec_thread
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
@@ -96,7 +97,7 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
             complete = False
         if complete and lead is not None:
             say("leaving", "staying for clusters that are not done")
-            _quietly(network, lead.linger(spec.run.outer_steps))
+            _quietly(network, lead.company.linger(spec.run.outer_steps))
         reason = "complete" if complete else "left"
         report(Finished(rank=index, t=rank.outer.t, reason=reason, parameter_digests=parameter_digests(rank)))
 
@@ -152,12 +153,17 @@ def _build(
             network.call(node.connect(other.peer, other.maddrs), _NETWORK_S)
     lead = None
     if index == 0:
-        lead = Lead(
+        company = Company(
             node=node, service=service, key=key, name=config["name"], ranks=addresses,
-            signed=network.call(node.fetch_run(), _NETWORK_S), spec_digest=digest,
-            num_stages=spec.model.stages, min_clusters=spec.run.min_clusters, timeouts=timeouts,
-            progress=progress, result_after=lambda t: rounds.result_after(t),
+            signed=network.call(node.fetch_run(), _NETWORK_S), timeouts=timeouts, progress=progress,
         )  # fmt: skip
+        lead = Lead(
+            company,
+            spec_digest=digest,
+            num_stages=spec.model.stages,
+            min_clusters=spec.run.min_clusters,
+            result_after=lambda t: rounds.result_after(t),
+        )
         service.desk = lead
     rounds = Rounds(
         loop=network.loop, service=service, outer=outer, layouts=layouts, me=key.cluster_id, lead=lead,
@@ -165,7 +171,7 @@ def _build(
     )  # fmt: skip
     network.call(service.start(), _NETWORK_S)
     if lead is not None:
-        network.call(lead.start(), _NETWORK_S)
+        network.call(lead.company.start(), _NETWORK_S)
     pipeline.barrier()  # every rank answers now
 
     if index == 0:
@@ -208,12 +214,11 @@ def _enter_run(
             plan = _next_plan(spec, rank, lead, network)
         if plan.action == "leave":
             raise Leave(now=True)
-        if plan.action == "start":
-            if rank.progress.state == "training":
-                break
-            rank.progress.state = "training"  # from here the others' rounds wait for us: look what began before
-            continue
-        _download(spec, rank, plan, network, say)
+        if plan.action == "start" and rank.progress.state == "training":
+            break
+        if plan.action == "download":
+            _download(spec, rank, plan, network, say)
+        rank.progress.state = "training"  # from here their rounds wait for us; look what began before
     else:
         raise ClusterError(
             f"{_DOWNLOADS} downloads, and the swarm was ahead each time: "
@@ -234,7 +239,7 @@ def _next_plan(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThr
     packed = b""
     if lead is not None:
         plan = Plan(action="leave") if rank.wish.value else network.call(
-            make_plan(lead, rank.outer, spec.run.min_clusters), _NETWORK_S
+            make_plan(lead.company, rank.outer, spec.run.min_clusters), _NETWORK_S
         )  # fmt: skip
         packed = plan.pack()
     return unpack(rank.pipeline.broadcast(packed), Plan)

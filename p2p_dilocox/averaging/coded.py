@@ -17,7 +17,7 @@ from p2p_dilocox.compression.layout import Phase
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.runspec import Compression
 
-__all__ = ["CodedStage", "chunk_ranges", "stage_layout", "wire_of"]
+__all__ = ["CodedStage", "chunk_ranges", "merged", "stage_layout", "wire_of"]
 
 
 def wire_of(compression: Compression) -> Wire:
@@ -62,17 +62,31 @@ class CodedStage:
 
     def vector_q(self, average_p: Tensor) -> Tensor:
         """[phase_numel("q")], from the averaged vector of phase p."""
-        factors, _ = self.layout.unpack_p(average_p)
+        self.orthonormalise(average_p)
         residual = self._outer.residual
-        self._p_hat = {name: orthonormalise(p).to(residual[name]) for name, p in factors.items()}
         return self.layout.pack_q(
             {name: back_project(as_matrix(residual[name]), p) for name, p in self._p_hat.items()}
         ).cpu()
 
+    def orthonormalise(self, average_p: Tensor) -> None:
+        """Fix P_hat, from the averaged vector of phase p."""
+        factors, _ = self.layout.unpack_p(average_p)
+        residual = self._outer.residual
+        self._p_hat = {name: orthonormalise(p).to(residual[name]) for name, p in factors.items()}
+
     def decode(self, vector_p: Tensor, vector_q: Tensor) -> Average:
         """What a pair of vectors stands for: the average, or our own contribution as others decode it.
 
-        Needs the averaged P of this round: call `vector_q` first.
+        Needs the P_hat of this round: call `vector_q` or `orthonormalise` first.
         """
         _, dense = self.layout.unpack_p(vector_p)
         return Average({n: (self._p_hat[n], q) for n, q in self.layout.unpack_q(vector_q).items()}, dense)
+
+
+def merged(averages: list[Average]) -> Average:
+    """One average for all stages that a rank holds."""
+    whole = Average()
+    for average in averages:
+        whole.factors.update(average.factors)
+        whole.dense.update(average.dense)
+    return whole

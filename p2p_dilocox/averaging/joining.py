@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from p2p_dilocox.averaging.company import Company, outranks
 from p2p_dilocox.averaging.deadlines import Timeouts
-from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.service import Frame, Service
 from p2p_dilocox.averaging.snapshot import Snapshot, read_snapshot, snapshot_bytes
 from p2p_dilocox.errors import NotTrustedError
@@ -32,19 +32,20 @@ class Plan(Message, frozen=True, kw_only=True):
     detail: str = ""
 
 
-async def make_plan(lead: Lead, outer: OuterState, min_clusters: int) -> Plan:
+async def make_plan(company: Company, outer: OuterState, min_clusters: int) -> Plan:
     """Look at the swarm once. The cluster with the most committed outer steps decides where the run is.
 
     By looking we are seen: once our state is a recent one, the others' next round waits for us.
     """
-    standings = await lead.greet()
+    standings = await company.greet()
     best = max(standings, key=lambda c: (standings[c].committed_t, c), default=None)
     if best is not None and standings[best].committed_t > 0:
         standing = standings[best]
         if standing.lineage == outer.lineage:
             return Plan(action="start", standing=standing)
-        if standing.committed_t >= outer.t:
-            return Plan(action="download", donor=lead.ranks_of(best), standing=standing, detail=best)
+        ahead = standing.committed_t > outer.t
+        if ahead or outranks((len(standing.members), standing.committed_t), (len(outer.members), outer.t)):
+            return Plan(action="download", donor=company.ranks_of(best), standing=standing, detail=best)
     present = 1 + len(standings)
     if present < min_clusters and outer.t == 0:
         return Plan(action="wait", detail=f"{present}/{min_clusters} clusters")

@@ -1,21 +1,15 @@
-"""What a cluster's lead (rank 0) does for its cluster: heartbeats, roll call, votes, and the word to its own
-ranks."""
+"""What a cluster's lead (rank 0) does for its cluster: roll call, votes, and the word to its own ranks."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hivemind.p2p import P2PDaemonError, P2PHandlerError
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
-
-from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
+from p2p_dilocox.averaging.company import Company
+from p2p_dilocox.averaging.deadlines import Deadline
 from p2p_dilocox.averaging.rollcall import RollCalls, Roster, coordinator_order, read_call
-from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.vote import Ballot
 from p2p_dilocox.errors import ClusterError, NotTrustedError
 from p2p_dilocox.lineage import combined_digest, next_lineage
-from p2p_dilocox.outer import OuterState
-from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import (
     Ask,
     CallReply,
@@ -23,7 +17,6 @@ from p2p_dilocox.swarm.messages import (
     Envelope,
     Follow,
     Presence,
-    RankAddress,
     Ready,
     Result,
     StageDone,
@@ -32,44 +25,10 @@ from p2p_dilocox.swarm.messages import (
     open_sealed,
     seal,
 )  # fmt: skip
-from p2p_dilocox.swarm.node import Node
-from p2p_dilocox.swarm.records import RUN_LIFE_S
-from p2p_dilocox.swarm.signed import SignedRun
 
-__all__ = ["CALL_FAILED", "Lead", "Progress"]
+__all__ = ["Lead"]
 
-CALL_FAILED = (
-    P2PDaemonError,
-    P2PHandlerError,
-    ControlFailure,
-    asyncio.TimeoutError,
-    ConnectionError,
-    NotTrustedError,
-)
-_HEARTBEAT_S = 3.0
-_OTHERS_KEPT = 64
 _BALLOTS_AHEAD = 3  # a cluster in step is never further ahead than the round in flight
-
-
-@dataclass
-class Progress:
-    """What the training loop tells the swarm. Written by one thread, read by another; each field is one
-    value."""
-
-    t: int = 0  # the last outer step that is over, committed or dropped
-    h: int = 0
-    committed_t: int = 0
-    lineage: str = ""
-    members: list[str] = field(default_factory=list)
-    in_flight: int = 0
-    state: str = "joining"
-    loss: float = 0.0
-    tokens_per_s: float = 0.0
-    tokens: int = 0
-
-    def move_to(self, t: int, outer: OuterState) -> None:
-        """Outer step t is over and left `outer` behind."""
-        self.t, self.committed_t, self.lineage, self.members = t, outer.t, outer.lineage, outer.members
 
 
 @dataclass
@@ -92,144 +51,35 @@ class Lead:
 
     def __init__(
         self,
+        company: Company,
         *,
-        node: Node,
-        service: Service,
-        key: SigningKey,
-        name: str,
-        ranks: list[RankAddress],
-        signed: SignedRun,
         spec_digest: str,
         num_stages: int,
         min_clusters: int,
-        timeouts: Timeouts,
-        progress: Progress,
         result_after: Callable[[int], Result],
     ) -> None:
-        self.node, self.service, self.key, self.name, self.ranks, self.signed = (
-            node,
-            service,
-            key,
-            name,
-            ranks,
-            signed,
-        )
-        self.spec_digest, self.num_stages, self.timeouts, self.progress = (
-            spec_digest,
-            num_stages,
-            timeouts,
-            progress,
-        )
-        self.result_after = result_after
-        self.me = key.cluster_id
-        self.present: dict[str, Presence] = {}
+        """min_clusters: for the first outer step. result_after(t): a committed round that we keep."""
+        self.company = company
+        self.me, self.run_id = company.me, company.node.run_id
+        self.timeouts, self.progress = company.timeouts, company.progress
+        self.spec_digest, self.num_stages, self.result_after = spec_digest, num_stages, result_after
         self.rollcalls = RollCalls(
             me=self.me,
-            run_id=node.run_id,
+            run_id=self.run_id,
             spec_digest=spec_digest,
-            timeouts=timeouts,
-            coordinators=self.coordinators,
-            expected=self.expected,
-            alive=self.alive,
-            min_clusters=lambda: 1 if progress.members else min_clusters,
+            timeouts=self.timeouts,
+            coordinators=company.coordinators,
+            expected=company.expected,
+            standing_of=company.standing_of,
+            min_clusters=lambda: 1 if self.progress.members else min_clusters,
         )
-        self._leads: dict[str, str] = {}  # cluster id -> its lead's peer
-        self._ranks: dict[str, list[RankAddress]] = {}
         self._attempts: dict[tuple[int, int], _Attempt] = {}
         self._ballots: dict[tuple[int, int], Ballot] = {}
         self._followed: dict[int, asyncio.Future[Follow]] = {}
-        self._heart: asyncio.Task[None] | None = None
-
-    # --- who is there
-
-    async def start(self) -> None:
-        await self.refresh()
-        self._heart = asyncio.create_task(self._beat())
 
     async def close(self) -> None:
-        if self._heart is not None:
-            self._heart.cancel()
-            await asyncio.gather(self._heart, return_exceptions=True)
         await self.rollcalls.close()
-        self.progress.state = "left"
-        await asyncio.wait_for(self.node.publish_presence(self.key, self.presence()), self.timeouts.reply_s)
-
-    async def linger(self, t: int) -> None:
-        """Stay until the clusters we averaged with are past outer step t as well: they may still need our
-        votes."""
-        deadline = Deadline(2 * self.timeouts.reply_s)
-        others = [c for c in self.progress.members if c != self.me]
-        while others and not deadline.passed:
-            standings = [(c, await self.standing_of(c)) for c in others]
-            others = [c for c, s in standings if s is not None and s.t < t]
-            await deadline.sleep(0.2)
-
-    def presence(self) -> Presence:
-        p = self.progress
-        return Presence(
-            cluster_id=self.me, name=self.name, ranks=self.ranks, t=p.t, h=p.h, state=p.state,
-            loss=p.loss, tokens_per_s=p.tokens_per_s, tokens=p.tokens,
-        )  # fmt: skip
-
-    async def refresh(self) -> None:
-        """Tell the swarm that we are here and look who else is."""
-        await self.node.publish_presence(self.key, self.presence())
-        self.present = await self.node.clusters()
-        for cluster, presence in self.present.items():
-            if cluster != self.me:
-                await self._meet(cluster, presence.ranks)
-
-    def coordinators(self) -> list[str]:
-        """The members of the last committed round, who therefore agree on this list; at the start all that
-        are present."""
-        return self.progress.members or sorted({*self.present, self.me})
-
-    def expected(self) -> list[str]:
-        """The clusters that the next outer step waits for: the last members, and those that train in step
-        with us.
-
-        A heartbeat is some seconds old, so "in step" leaves room for two outer steps.
-        """
-        in_step = {c for c, p in self.present.items() if p.state == "training" and p.t >= self.progress.t - 2}
-        return sorted({*self.coordinators(), *in_step})
-
-    async def alive(self, cluster: str) -> bool:
-        return cluster == self.me or await self.standing_of(cluster) is not None
-
-    async def standing_of(self, cluster: str) -> Standing | None:
-        """Where another cluster stands; None if it does not answer in time."""
-        peer = self._leads.get(cluster)
-        if peer is None:
-            return None
-        try:
-            stub = self.service.stub(peer)
-            standing: Standing = await stub.rpc_standing(Ask(), timeout=self.timeouts.reply_s)
-            return standing
-        except CALL_FAILED:
-            return None
-
-    def ranks_of(self, cluster: str) -> list[RankAddress]:
-        return self._ranks.get(cluster, [])
-
-    async def greet(self) -> dict[str, Standing]:
-        """Tell every other lead our presence now, and learn where each stands.
-
-        A heartbeat in the DHT would reach them seconds later, when a round without us may have begun.
-        """
-        await self.refresh()
-        sealed = seal(self.key, self.node.run_id, self.presence())
-        others = [c for c in self.present if c != self.me]
-
-        async def tell(cluster: str) -> Standing | None:
-            try:
-                stub = self.service.stub(self._leads[cluster])
-                standing: Standing = await stub.rpc_hello(Envelope(body=sealed), timeout=self.timeouts.reply_s)
-                return standing
-            except (KeyError, *CALL_FAILED):
-                return None
-
-        answers = await asyncio.gather(*(tell(c) for c in others))
-        return {c: s for c, s in zip(others, answers, strict=True) if s is not None}
+        await self.company.close()
 
     # --- our cluster in a round
 
@@ -240,13 +90,13 @@ class Lead:
         Raises ClusterError if the coordinator refuses us: another protocol or run spec.
         """
         ready = Ready(
-            spec=self.spec_digest, cluster_id=self.me, name=self.name, t=t, attempt=attempt,
-            lineage=self.progress.lineage, weight=weight, ranks=self.ranks,
+            spec=self.spec_digest, cluster_id=self.me, name=self.company.name, t=t, attempt=attempt,
+            lineage=self.progress.lineage, weight=weight, ranks=self.company.ranks,
         )  # fmt: skip
-        sealed = seal(self.key, self.node.run_id, ready)
+        sealed = seal(self.company.key, self.run_id, ready)
         reply = CallReply()
         while not deadline.passed:
-            for coordinator in coordinator_order(self.coordinators(), t):
+            for coordinator in coordinator_order(self.company.coordinators(), t):
                 answer = await self._offer(coordinator, sealed)
                 if answer is None:
                     continue
@@ -261,10 +111,9 @@ class Lead:
             await deadline.sleep(0.05)
         entry = self._attempt(t, attempt)
         if reply.call:
-            entry.roster = read_call(reply.call, self.node.run_id)
+            entry.roster = read_call(reply.call, self.run_id)
             for member in entry.roster.members:
-                if member.cluster_id != self.me:
-                    await self._meet(member.cluster_id, member.ranks)
+                await self.company.meet(member.cluster_id, member.ranks)
         entry.reply = reply
         entry.ready.set()
         return reply
@@ -297,40 +146,34 @@ class Lead:
 
     async def _follow(self, t: int, deadline: Deadline) -> Follow:
         while not deadline.passed:
-            for cluster, peer in list(self._leads.items()):
-                standing = await self.standing_of(cluster)
-                if standing is None or standing.t < t or cluster == self.me:
+            for cluster in self.company.others():
+                standing = await self.company.standing_of(cluster)
+                if standing is None or standing.t < t:
                     continue
                 results: list[Result] = []
                 at, parent = self.progress.committed_t, self.progress.lineage
-                try:
-                    while at < min(t, standing.committed_t):
-                        result: Result = await self.service.stub(peer).rpc_result(
-                            Ask(t=at), timeout=self.timeouts.reply_s
+                while at < min(t, standing.committed_t):
+                    result = await self.company.result_after(cluster, at)
+                    if result is None or result.t <= at or result.parent != parent:
+                        return Follow(
+                            failed=f"cluster {cluster} cannot tell the round after our outer step {at}"
                         )
-                        if result.t <= at or result.parent != parent:
-                            raise NotTrustedError(
-                                f"its outer step {result.t} does not follow from our lineage"
-                            )
-                        at, parent = (
-                            result.t,
-                            next_lineage(parent, result.t, result.members, _digest_of(result)),
-                        )
-                        results.append(result)
-                except CALL_FAILED as error:
-                    return Follow(failed=f"cluster {cluster} cannot tell outer step {t}: {error}"[:500])
-                return Follow(results=results, donor=self._ranks[cluster], found=True)
+                    digests = {int(stage): digest for stage, digest in result.stage_digests.items()}
+                    parent = next_lineage(parent, result.t, result.members, combined_digest(digests))
+                    at = result.t
+                    results.append(result)
+                return Follow(results=results, donor=self.company.ranks_of(cluster), found=True)
             await deadline.sleep(self.timeouts.poll_s)
         return Follow(failed=f"nobody committed outer step {t} in time")
 
     # --- service.Desk
 
     async def on_hello(self, sealed: bytes) -> Standing:
-        presence = open_sealed(sealed, self.node.run_id, Presence)
+        presence = open_sealed(sealed, self.run_id, Presence)
         if presence.cluster_id != self.me:
-            self.present[presence.cluster_id] = presence
-            await self._meet(presence.cluster_id, presence.ranks)
-        return await self.on_standing()
+            self.company.present[presence.cluster_id] = presence
+            await self.company.meet(presence.cluster_id, presence.ranks)
+        return self.company.standing()
 
     async def on_ready(self, sealed: bytes) -> CallReply:
         return await self.rollcalls.answer(sealed, last_t=self.progress.t)
@@ -366,7 +209,7 @@ class Lead:
 
     async def on_votes(self, votes: Votes, peer: str) -> Votes:
         ballot = self._ballot(votes.t, votes.attempt)
-        sender = next((c for c, p in self._leads.items() if p == peer), None)
+        sender = self.company.cluster_led_by(peer)
         if sender is None:
             raise NotTrustedError(f"{peer} leads no cluster of this run")
         if abs(votes.t - self.progress.t) > _BALLOTS_AHEAD:
@@ -375,11 +218,7 @@ class Lead:
         return ballot.message()
 
     async def on_standing(self) -> Standing:
-        p = self.progress
-        return Standing(
-            cluster_id=self.me, t=p.t, h=p.h, committed_t=p.committed_t, lineage=p.lineage, members=p.members,
-            in_flight=p.in_flight,
-        )  # fmt: skip
+        return self.company.standing()
 
     async def on_result(self, ask: Ask) -> Result:
         return self.result_after(ask.t)
@@ -394,55 +233,20 @@ class Lead:
 
     # ---
 
-    async def _beat(self) -> None:
-        republish = Deadline(0)
-        while True:
-            try:
-                await self.refresh()
-                if republish.passed:  # the run can then be joined through any live peer
-                    await self.node.publish_run(self.signed)
-                    republish = Deadline(RUN_LIFE_S / 4)
-            except CALL_FAILED:
-                pass  # the next beat tries again; a lasting failure shows as an empty swarm in the view
-            await asyncio.sleep(_HEARTBEAT_S)
-
-    async def _meet(self, cluster: str, ranks: list[RankAddress]) -> None:
-        """Remember a cluster's lead and tell p2pd where its ranks live."""
-        if self._ranks.get(cluster) == ranks:
-            return
-        self._leads[cluster], self._ranks[cluster] = ranks[0].peer, ranks
-        while len(self._leads) > _OTHERS_KEPT:
-            oldest = next(iter(self._leads))
-            del self._leads[oldest], self._ranks[oldest]
-        await asyncio.gather(*(self.node.connect(r.peer, r.maddrs) for r in ranks))
-
     async def _offer(self, coordinator: str, sealed: bytes) -> CallReply | None:
         if coordinator == self.me:
             return await self.on_ready(sealed)
-        peer = self._leads.get(coordinator)
-        if peer is None:
-            return None
-        try:
-            question = self.service.stub(peer).rpc_ready(
-                Envelope(body=sealed), timeout=self.timeouts.poll_s + self.timeouts.reply_s
-            )
-            reply: CallReply = await question
-            return reply
-        except CALL_FAILED:
-            return None
+        patience_s = self.timeouts.poll_s + self.timeouts.reply_s
+        envelope = Envelope(body=sealed)
+        return await self.company.ask(coordinator, lambda stub: stub.rpc_ready(envelope, timeout=patience_s))
 
     async def _tell(self, member: str, votes: Votes) -> Votes | None:
-        peer = self._leads.get(member)
-        if peer is None:
-            return None
-        try:
-            told: Votes = await self.service.stub(peer).rpc_votes(votes, timeout=self.timeouts.reply_s)
-            return told
-        except CALL_FAILED:
-            return None
+        return await self.company.ask(
+            member, lambda stub: stub.rpc_votes(votes, timeout=self.timeouts.reply_s)
+        )
 
     def _require_own(self, peer: str) -> None:
-        if peer not in {r.peer for r in self.ranks}:
+        if peer not in {r.peer for r in self.company.ranks}:
             raise NotTrustedError(f"{peer} is no rank of cluster {self.me}")
 
     def _attempt(self, t: int, attempt: int) -> _Attempt:
@@ -455,7 +259,3 @@ class Lead:
         for table in (self._attempts, self._ballots):
             for key in [k for k in table if k[0] < t - 8]:
                 del table[key]
-
-
-def _digest_of(result: Result) -> str:
-    return combined_digest({int(stage): digest for stage, digest in result.stage_digests.items()})

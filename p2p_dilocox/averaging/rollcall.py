@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.errors import NotTrustedError
-from p2p_dilocox.swarm.messages import PROTOCOL, Call, CallReply, Ready, open_sealed
+from p2p_dilocox.swarm.messages import PROTOCOL, Call, CallReply, Ready, Standing, open_sealed
 
 __all__ = ["RollCalls", "Roster", "coordinator_order", "read_call"]
 
@@ -82,6 +82,7 @@ class _Roll:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     call: Call | None = None
+    over: bool = False
 
 
 class RollCalls:
@@ -100,12 +101,12 @@ class RollCalls:
         timeouts: Timeouts,
         coordinators: Callable[[], Sequence[str]],
         expected: Callable[[], Sequence[str]],
-        alive: Callable[[str], Awaitable[bool]],
+        standing_of: Callable[[str], Awaitable[Standing | None]],
         min_clusters: Callable[[], int],
     ) -> None:
         self.me, self.run_id, self.spec_digest, self.timeouts = me, run_id, spec_digest, timeouts
         self.coordinators, self.expected = coordinators, expected
-        self.alive, self.min_clusters = alive, min_clusters
+        self.standing_of, self.min_clusters = standing_of, min_clusters
         self._rolls: dict[tuple[int, int], _Roll] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._callers: dict[
@@ -131,13 +132,15 @@ class RollCalls:
             for cluster in coordinator_order(self.coordinators(), ready.t):
                 if cluster == self.me:
                     break
-                if await self.alive(cluster):
+                if await self.standing_of(cluster) is not None:
                     return CallReply(redirect=cluster)
             roll = self._rolls.setdefault(key, _Roll(Deadline(self.timeouts.roll_call_s)))
             if not roll.ready:
                 task = asyncio.create_task(self._close_when_complete(key, roll))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+        if roll.over:
+            return CallReply(over=True)
         if roll.call is None:
             roll.ready[ready.cluster_id] = sealed
             roll.lineages[ready.cluster_id] = ready.lineage
@@ -146,7 +149,7 @@ class RollCalls:
                 await asyncio.wait_for(roll.closed.wait(), self.timeouts.poll_s)
             except TimeoutError:
                 return CallReply()
-        return CallReply(call=roll.call)
+        return CallReply(call=roll.call, over=roll.over)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -165,8 +168,14 @@ class RollCalls:
             try:
                 await asyncio.wait_for(roll.arrived.wait(), min(1.0, self.timeouts.poll_s))
             except TimeoutError:
-                answers = await asyncio.gather(*(self.alive(c) for c in missing))
-                dead.update(c for c, answered in zip(missing, answers, strict=True) if not answered)
+                standings = await asyncio.gather(*(self.standing_of(c) for c in missing))
+                dead.update(c for c, standing in zip(missing, standings, strict=True) if standing is None)
+                if any(standing.t >= key[0] for standing in standings if standing is not None):
+                    # For them this outer step is over, committed or dropped. To commit it again without them
+                    # would part the run in two.
+                    roll.over = True
+                    roll.closed.set()
+                    return
         # Clusters of another history cannot average with us: the larger side goes on, the others fetch its
         # rounds.
         lineage = Counter(roll.lineages.values()).most_common(1)[0][0]

@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from p2p_dilocox.averaging.butterfly import Butterfly, ContributionError, decode_chunks
-from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges, wire_of
+from p2p_dilocox.averaging.butterfly import Butterfly, ContributionError
+from p2p_dilocox.averaging.catchup import decode_average, fetch_average
+from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges, merged, wire_of
+from p2p_dilocox.averaging.company import CALL_FAILED, Progress
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
-from p2p_dilocox.averaging.lead import CALL_FAILED, Lead, Progress
+from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.rollcall import Roster, read_call
-from p2p_dilocox.averaging.service import Frame, Service, VectorKey
+from p2p_dilocox.averaging.service import Service, VectorKey
 from p2p_dilocox.compression import Layout
 from p2p_dilocox.compression.layout import Phase
 from p2p_dilocox.errors import ClusterError, NotTrustedError
@@ -31,13 +33,11 @@ from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.swarm.messages import (
     Ask,
     CallReply,
-    Chunk,
     Decision,
     Follow,
     RankAddress,
     Result,
     StageDone,
-    unpack,
 )
 
 __all__ = ["Outcome", "OuterStep", "Round", "Rounds", "codec_thread"]
@@ -197,8 +197,8 @@ class Rounds:
             while self._open:  # until here others may still have been fetching our part
                 self.service.exchanges.close(self._open.pop())
             if decision.outcome == "committed":
-                average = _merged([a for a, _ in averaged.values()])
-                own = _merged([o for _, o in averaged.values()])
+                average = merged([a for a, _ in averaged.values()])
+                own = merged([o for _, o in averaged.values()])
                 step = self._keep(t, roster, decision.digest, done, average, own, chunks)
                 seconds = time.monotonic() - started
                 return Outcome(
@@ -292,9 +292,8 @@ class Rounds:
 
     async def _follow(self, t: int, deadline: Deadline, received: int) -> Outcome:
         started = time.monotonic()
-        deadline = Deadline(
-            max(deadline.remaining(), self._timeouts.round_s)
-        )  # theirs may have begun after ours
+        # Their deadline may have begun after ours.
+        deadline = Deadline(max(deadline.remaining(), self._timeouts.round_s))
         if self._lead is not None:
             follow = await self._lead.follow(t, deadline)
         else:
@@ -303,49 +302,32 @@ class Rounds:
                 follow = await self._ask_lead().rpc_follow(Ask(t=t), timeout=self._patience_s)
         if follow.failed:
             return Outcome(t, reason=follow.failed, failed=True)
-        steps = [await self._fetch(result, follow.donor) for result in follow.results]
+        steps = []
+        for result in follow.results:
+            step, chunks = await self._fetch(result, follow.donor)
+            self._remember(result, chunks)
+            steps.append(step)
         traffic = self.service.traffic
         reason = "" if steps else "dropped by the clusters that were in it"
         return Outcome(t, steps, reason, time.monotonic() - started, 0, traffic.received - received)
 
-    async def _fetch(self, result: Result, donor: list[RankAddress]) -> OuterStep:
-        """The average of a committed round from a cluster that has it, checked against its digest."""
-        averages, kept = [], {}
+    async def _fetch(
+        self, result: Result, donor: list[RankAddress]
+    ) -> tuple[OuterStep, dict[int, list[bytes]]]:
+        """A committed round from a cluster that has it, checked against its digests."""
+        averages, chunks = [], {}
         for stage, layout in self.layouts.items():
             peer = next((r.peer for r in donor if r.first_stage <= stage <= r.last_stage), self._lead_peer)
-            chunks = [unpack(c, Chunk).body for c in await self._stream(peer, Ask(t=result.t, stage=stage))]
-            if round_digest(chunks) != result.stage_digests[str(stage)]:
-                raise NotTrustedError(
-                    f"the average of outer step {result.t}, stage {stage} is not what was committed"
-                )
-            kept[stage] = chunks
-            decode = partial(self._decode, chunks, layout, len(result.members))
+            chunks[stage] = await fetch_average(self.service, peer, result, stage, self._timeouts.round_s)
+            decode = partial(
+                decode_average, self._outer, layout, self._wire, chunks[stage], len(result.members)
+            )
             averages.append(await self._compute(decode))
         digests = {int(s): d for s, d in result.stage_digests.items()}
-        self._remember(result, kept)
-        return OuterStep(
-            result.t, result.members, [], result.parent, combined_digest(digests), digests,
-            _merged(averages), None,
-        )  # fmt: skip
-
-    def _decode(self, chunks: list[bytes], layout: Layout, num_members: int) -> Average:
-        code = CodedStage(self._outer, layout)
-        ranges = {
-            phase: [r for part in chunk_ranges(layout, phase, num_members) for r in part] for phase in _PHASES
-        }
-        cut = len(ranges["p"])
-        try:
-            p = decode_chunks(chunks[:cut], ranges["p"], layout.phase_numel("p"), self._wire, layout.dtype)
-            q = decode_chunks(chunks[cut:], ranges["q"], layout.phase_numel("q"), self._wire, layout.dtype)
-        except ValueError as error:
-            raise NotTrustedError(f"a committed average cannot be decoded: {error}") from error
-        code.vector_q(p)
-        return code.decode(p, q)
-
-    async def _stream(self, peer: str, ask: Ask) -> list[bytes]:
-        frames = await self.service.stub(peer).rpc_average(Frame(ask.pack()))
-        async with asyncio.timeout(self._timeouts.round_s):
-            return [frame.body async for frame in frames]
+        combined = combined_digest(digests)
+        average = merged(averages)
+        step = OuterStep(result.t, result.members, [], result.parent, combined, digests, average, None)
+        return step, chunks
 
     def _keep(
         self,
@@ -386,17 +368,6 @@ class Rounds:
 
     async def _compute(self, function: Callable[[], _T]) -> _T:
         return await self._loop.run_in_executor(self._codec, function)
-
-
-_PHASES: tuple[Phase, Phase] = ("p", "q")
-
-
-def _merged(averages: list[Average]) -> Average:
-    merged = Average()
-    for average in averages:
-        merged.factors.update(average.factors)
-        merged.dense.update(average.dense)
-    return merged
 
 
 def _who(error: BaseException, roster: Roster) -> str:

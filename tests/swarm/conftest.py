@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from p2p_dilocox.averaging.coded import stage_layout
+from p2p_dilocox.averaging.company import Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
-from p2p_dilocox.averaging.lead import Lead, Progress
+from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.round import Outcome, Round, Rounds, codec_thread
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
@@ -161,12 +162,17 @@ class SwarmCluster:
         self.ranks = [SwarmRank(spec, digest, link, stages) for stages in split]
         addresses = [r.address for r in self.ranks]
         first = self.ranks[0]
-        self.lead = Lead(
+        company = Company(
             node=first.node, service=first.service, key=self.key, name="test", ranks=addresses, signed=signed,
-            spec_digest=digest, num_stages=len(SHAPES), min_clusters=spec.run.min_clusters,
             timeouts=first.timeouts, progress=first.progress,
-            result_after=lambda t: first.rounds.result_after(t),
         )  # fmt: skip
+        self.lead = Lead(
+            company,
+            spec_digest=digest,
+            num_stages=len(SHAPES),
+            min_clusters=spec.run.min_clusters,
+            result_after=lambda t: first.rounds.result_after(t),
+        )
         first.service.desk = self.lead
         for rank in self.ranks:
             rank.rounds = Rounds(
@@ -179,7 +185,7 @@ class SwarmCluster:
                 if address.peer != rank.node.peer_id:
                     rank.network.call(rank.node.connect(address.peer, address.maddrs), 10)
             rank.network.call(rank.service.start(), 10)
-        first.network.call(self.lead.start(), 10)
+        first.network.call(self.lead.company.start(), 10)
 
     def contribute(self, t: int, delta: dict[str, Tensor] | float, weight: float = 100.0) -> None:
         for rank in self.ranks:
@@ -226,7 +232,7 @@ class Swarm:
         for other in self.clusters:  # what their next heartbeat would do
             first = other.ranks[0]
             if not first.closed:
-                first.network.call(other.lead.refresh(), 10)
+                first.network.call(other.lead.company.refresh(), 10)
         return cluster
 
     def close(self) -> None:

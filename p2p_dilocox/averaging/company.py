@@ -1,0 +1,221 @@
+"""The clusters of a run as one of them sees them: who is there, where each stands, is there one history."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from hivemind.p2p import P2PDaemonError, P2PHandlerError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+
+from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
+from p2p_dilocox.averaging.service import Service
+from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.outer import OuterState
+from p2p_dilocox.swarm.identity import SigningKey
+from p2p_dilocox.swarm.messages import Ask, Envelope, Presence, RankAddress, Result, Standing, seal
+from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.records import RUN_LIFE_S
+from p2p_dilocox.swarm.signed import SignedRun
+
+__all__ = ["CALL_FAILED", "Company", "Progress", "outranks"]
+
+CALL_FAILED = (
+    P2PDaemonError, P2PHandlerError, ControlFailure, asyncio.TimeoutError, ConnectionError, NotTrustedError,
+)  # fmt: skip
+_HEARTBEAT_S = 3.0
+_OTHERS_KEPT = 64
+_LINEAGES_KEPT = 64
+_Reply = TypeVar("_Reply")
+
+
+@dataclass
+class Progress:
+    """What the training loop tells the swarm. Written by one thread, read by another, field by field."""
+
+    t: int = 0  # the last outer step that is over, committed or dropped
+    h: int = 0
+    committed_t: int = 0
+    lineage: str = ""
+    members: list[str] = field(default_factory=list)
+    in_flight: int = 0
+    state: str = "joining"
+    loss: float = 0.0
+    tokens_per_s: float = 0.0
+    tokens: int = 0
+    lineages: dict[int, str] = field(default_factory=dict)  # of recent committed outer steps
+    astray: str = ""  # why this cluster should give up its history for another one
+
+    def move_to(self, t: int, outer: OuterState) -> None:
+        """Outer step t is over and left `outer` behind."""
+        self.lineages = dict([*self.lineages.items(), (outer.t, outer.lineage)][-_LINEAGES_KEPT:])
+        self.t, self.committed_t, self.lineage, self.members = t, outer.t, outer.lineage, outer.members
+
+
+def outranks(theirs: tuple[int, int], ours: tuple[int, int]) -> bool:
+    """Whether of two histories that parted, (members of the last round, committed steps), theirs goes on."""
+    return theirs > ours
+
+
+class Company:
+    """Our cluster's lead among the leads. All of it runs in the network thread's event loop."""
+
+    def __init__(
+        self,
+        *,
+        node: Node,
+        service: Service,
+        key: SigningKey,
+        name: str,
+        ranks: list[RankAddress],
+        signed: SignedRun,
+        timeouts: Timeouts,
+        progress: Progress,
+    ) -> None:
+        self.node, self.key, self.ranks = node, key, ranks
+        self.timeouts, self.progress = timeouts, progress
+        self.me = key.cluster_id
+        self.present: dict[str, Presence] = {}
+        self.name, self._service, self._signed = name, service, signed
+        self._ranks: dict[str, list[RankAddress]] = {}
+        self._heart: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.refresh()
+        self._heart = asyncio.create_task(self._beat())
+
+    async def close(self) -> None:
+        if self._heart is not None:
+            self._heart.cancel()
+            await asyncio.gather(self._heart, return_exceptions=True)
+        self.progress.state = "left"
+        await asyncio.wait_for(self.node.publish_presence(self.key, self.presence()), self.timeouts.reply_s)
+
+    def presence(self) -> Presence:
+        p = self.progress
+        return Presence(
+            cluster_id=self.me, name=self.name, ranks=self.ranks, t=p.t, h=p.h, state=p.state,
+            loss=p.loss, tokens_per_s=p.tokens_per_s, tokens=p.tokens,
+        )  # fmt: skip
+
+    def standing(self) -> Standing:
+        p = self.progress
+        return Standing(
+            cluster_id=self.me, t=p.t, h=p.h, committed_t=p.committed_t, lineage=p.lineage, members=p.members,
+            in_flight=p.in_flight,
+        )  # fmt: skip
+
+    def coordinators(self) -> list[str]:
+        """The members of the last committed round, who so agree on this list; at the start all present."""
+        return self.progress.members or sorted({*self.present, self.me})
+
+    def expected(self) -> list[str]:
+        """The clusters that the next outer step waits for: the last members, and those in step with us.
+
+        A heartbeat is some seconds old, so "in step" leaves room for two outer steps.
+        """
+        in_step = {c for c, p in self.present.items() if p.state == "training" and p.t >= self.progress.t - 2}
+        return sorted({*self.coordinators(), *in_step})
+
+    def others(self) -> list[str]:
+        """Every cluster we have met, ourselves left out."""
+        return list(self._ranks)
+
+    def ranks_of(self, cluster: str) -> list[RankAddress]:
+        return self._ranks.get(cluster, [])
+
+    def cluster_led_by(self, peer: str) -> str | None:
+        return next((c for c, ranks in self._ranks.items() if ranks[0].peer == peer), None)
+
+    async def refresh(self) -> None:
+        """Tell the swarm that we are here and look who else is."""
+        await self.node.publish_presence(self.key, self.presence())
+        self.present = await self.node.clusters()
+        for cluster, presence in self.present.items():
+            await self.meet(cluster, presence.ranks)
+
+    async def greet(self) -> dict[str, Standing]:
+        """Tell every other lead our presence now, and learn where each stands.
+
+        A heartbeat in the DHT would reach them seconds later, when a round without us may have begun.
+        """
+        await self.refresh()
+        hello = Envelope(body=seal(self.key, self.node.run_id, self.presence()))
+        others = [c for c in self.present if c != self.me]
+        answers = await asyncio.gather(
+            *(self.ask(c, lambda stub: stub.rpc_hello(hello, timeout=self.timeouts.reply_s)) for c in others)
+        )
+        return {c: s for c, s in zip(others, answers, strict=True) if s is not None}
+
+    async def meet(self, cluster: str, ranks: list[RankAddress]) -> None:
+        """Remember a cluster's ranks and tell p2pd where they live."""
+        if cluster == self.me or self._ranks.get(cluster) == ranks:
+            return
+        self._ranks[cluster] = ranks
+        while len(self._ranks) > _OTHERS_KEPT:
+            del self._ranks[next(iter(self._ranks))]
+        await asyncio.gather(*(self.node.connect(r.peer, r.maddrs) for r in ranks))
+
+    async def ask(self, cluster: str, question: Callable[[Any], Awaitable[_Reply]]) -> _Reply | None:
+        """The answer of a cluster's lead; None if we do not know it, it cannot be reached, or it refuses.
+
+        question: calls one RPC of the stub it is given, with a timeout.
+        """
+        ranks = self._ranks.get(cluster)
+        if ranks is None:
+            return None
+        try:
+            return await question(self._service.stub(ranks[0].peer))
+        except CALL_FAILED:
+            return None
+
+    async def standing_of(self, cluster: str) -> Standing | None:
+        """Where another cluster stands; None if it does not answer in time."""
+        return await self.ask(cluster, lambda stub: stub.rpc_standing(Ask(), timeout=self.timeouts.reply_s))
+
+    async def result_after(self, cluster: str, t: int) -> Result | None:
+        """The first round after outer step t that a cluster keeps."""
+        return await self.ask(cluster, lambda stub: stub.rpc_result(Ask(t=t), timeout=self.timeouts.reply_s))
+
+    async def linger(self, t: int) -> None:
+        """Stay until those we averaged with are past outer step t as well: they may still need our votes."""
+        deadline = Deadline(2 * self.timeouts.reply_s)
+        others = [c for c in self.progress.members if c != self.me]
+        while others and not deadline.passed:
+            standings = [(c, await self.standing_of(c)) for c in others]
+            others = [c for c, s in standings if s is not None and s.t < t]
+            await deadline.sleep(0.2)
+
+    async def _beat(self) -> None:
+        republish = Deadline(0)
+        while True:
+            try:
+                await self.refresh()
+                if republish.passed:  # the run can then be joined through any live peer
+                    await self.node.publish_run(self._signed)
+                    republish = Deadline(RUN_LIFE_S / 4)
+                await self._compare_histories()
+            except CALL_FAILED:
+                pass  # the next beat tries again; a lasting failure shows as an empty swarm in the view
+            await asyncio.sleep(_HEARTBEAT_S)
+
+    async def _compare_histories(self) -> None:
+        """Clusters that lost sight of each other may have gone on as two swarms: one history has to end."""
+        for cluster in [c for c in self.present if c != self.me and c not in self.progress.members]:
+            theirs = await self.standing_of(cluster)
+            ours = self.standing()
+            if theirs is None or not theirs.committed_t or not ours.committed_t:
+                continue
+            if theirs.committed_t > ours.committed_t:  # perhaps just ahead of us
+                following = await self.result_after(cluster, ours.committed_t)
+                parted = following is None or following.parent != ours.lineage
+            else:  # perhaps just behind us
+                known = self.progress.lineages
+                parted = theirs.committed_t >= min(known) and known.get(theirs.committed_t) != theirs.lineage
+            ranks = ((len(theirs.members), theirs.committed_t), (len(ours.members), ours.committed_t))
+            if parted and self.progress.lineage == ours.lineage and outranks(*ranks):
+                self.progress.astray = (
+                    f"the run went on elsewhere: {len(theirs.members)} clusters are at outer step "
+                    f"{theirs.committed_t}, our {len(ours.members)} at {ours.committed_t} "
+                    "share no history with them"
+                )
