@@ -22,12 +22,12 @@ PROTOCOL = 1  # raised when two versions could not average together
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
-ClusterId = Annotated[str, msgspec.Meta(pattern="^[a-z2-7]{16}$")]
-PeerName = Annotated[str, msgspec.Meta(pattern="^[1-9A-HJ-NP-Za-km-z]{20,80}$")]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
+ClusterId = Annotated[str, msgspec.Meta(pattern=r"^[a-z2-7]{16}\Z")]
+PeerName = Annotated[str, msgspec.Meta(pattern=r"^[1-9A-HJ-NP-Za-km-z]{20,80}\Z")]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}\Z")]
 Outcome = Literal["open", "committed", "aborted"]
-Maddr = Annotated[str, msgspec.Meta(max_length=200, pattern=r"^/[!-~]*$")]
+Maddr = Annotated[str, msgspec.Meta(max_length=200, pattern=r"^/[!-~]*\Z")]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +65,7 @@ class Presence(Message, frozen=True, kw_only=True):
     ranks: Ranks
     t: Count
     h: Count
-    state: Annotated[str, msgspec.Meta(pattern="^(joining|training|left)$")]
+    state: Annotated[str, msgspec.Meta(pattern=r"^(joining|training|left)\Z")]
     loss: float
     tokens_per_s: Measure
     tokens: Count
@@ -173,7 +173,7 @@ class Part(Message, frozen=True, kw_only=True):
     t: Count
     attempt: Count
     stage: Count
-    phase: Annotated[str, msgspec.Meta(pattern="^[pq]$")]
+    phase: Annotated[str, msgspec.Meta(pattern=r"^[pq]\Z")]
     call: Digest
     body: Annotated[bytes, msgspec.Meta(max_length=1 << 22)]
 

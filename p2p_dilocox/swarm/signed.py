@@ -17,7 +17,7 @@ MAX_SPEC_BYTES = 64 * 1024
 class SignedRun(Message, frozen=True, kw_only=True):
     """`text`: the bytes of run.toml. The signature covers them and the run id."""
 
-    run_id: Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9-]{0,31}$")]
+    run_id: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}\Z")]
     text: Annotated[str, msgspec.Meta(max_length=MAX_SPEC_BYTES)]
     signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 

@@ -1,0 +1,174 @@
+"""The DHT of a run: what its nodes store, whom they believe, and what a wrong address says."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from hivemind.utils import get_dht_time
+
+from p2p_dilocox.errors import NotTrustedError, UnreachableError
+from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
+from p2p_dilocox.swarm.keys import clusters_key, run_key
+from p2p_dilocox.swarm.messages import Presence, RankAddress, Ready, Votes, open_sealed, seal, unpack
+from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.signed import SignedRun, sign_run
+
+ORGANISER = SigningKey.generate()
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+PEER = "12D3KooWKrsNNSqV8PpeGJM2CTxwQKz67SJQLUCiTahKMhgKLqb9"
+
+
+def presence(key: SigningKey, name: str = "fine", peer: str = PEER) -> Presence:
+    address = RankAddress(peer=peer, maddrs=["/ip4/127.0.0.1/tcp/1"], first_stage=0, last_stage=0)
+    return Presence(
+        cluster_id=key.cluster_id, name=name, ranks=[address], t=1, h=0, state="training", loss=1.0,
+        tokens_per_s=1.0, tokens=1,
+    )  # fmt: skip
+
+
+def with_two_nodes(
+    body: Callable[[Node, Node], Awaitable[None]], stranger_knows: SigningKey = ORGANISER
+) -> None:
+    """An honest node, and one of somebody who is in the swarm and may check records by another key."""
+
+    async def run() -> None:
+        honest = await Node.start(run_id="run", organiser=ORGANISER.public, host_maddrs=LOOPBACK)
+        stranger = await Node.start(
+            run_id="run",
+            organiser=stranger_knows.public,
+            initial_peers=await honest.maddrs(),
+            host_maddrs=LOOPBACK,
+        )
+        try:
+            await body(honest, stranger)
+        finally:
+            await stranger.close()
+            await honest.close()
+
+    asyncio.run(run())
+
+
+def test_a_stranger_cannot_replace_the_dictionary_of_clusters() -> None:
+    """Field report I11: stock hivemind accepts a plain value with a later expiry, and the dictionary is gone."""
+    key = SigningKey.generate()
+
+    async def body(honest: Node, stranger: Node) -> None:
+        assert await honest.publish_presence(key, presence(key))
+        stranger.dht.protocol.record_validator = None  # it stores whatever it likes at home, and offers it
+        for expires_in in (35.0, 1e6, float("nan")):
+            await stranger.dht.store(clusters_key("run"), b"junk", get_dht_time() + expires_in)
+        later = presence(key, name="forged")
+        forged = seal(SigningKey.generate(), "run", later)
+        await stranger.dht.store(clusters_key("run"), forged, get_dht_time() + 35, subkey=key.cluster_id)
+        assert {c: p.name for c, p in (await honest.clusters()).items()} == {key.cluster_id: "fine"}
+        await honest.publish_presence(
+            key, presence(key, name="again")
+        )  # the stranger keeps its junk, we do not
+        assert {p.name for p in (await honest.clusters()).values()} == {"again"}
+
+    with_two_nodes(body)
+
+
+def test_only_the_organiser_can_publish_the_run_and_only_keys_of_the_run_are_stored() -> None:
+    async def body(honest: Node, stranger: Node) -> None:
+        assert await honest.publish_run(sign_run(ORGANISER, "run", "the true spec"))
+        stranger.dht.protocol.record_validator = None
+        false = sign_run(SigningKey.generate(), "run", "another spec").pack()
+        await stranger.dht.store(run_key("run"), false, get_dht_time() + 605)
+        await stranger.dht.store("something else", b"x" * 1000, get_dht_time() + 60)
+        assert (await honest.fetch_run()).verify(ORGANISER.public) == "the true spec"
+        keys = [k for k, _ in honest.dht.protocol.storage.items()]
+        assert len(keys) == 1
+
+    with_two_nodes(body)
+
+
+def test_a_run_signed_by_another_key_is_not_trusted() -> None:
+    signed = sign_run(ORGANISER, "run", "text")
+    assert signed.verify(ORGANISER.public) == "text"
+    with pytest.raises(NotTrustedError, match="not signed by the key in the join link"):
+        signed.verify(SigningKey.generate().public)
+    renamed = SignedRun(run_id="other", text=signed.text, signature=signed.signature)
+    with pytest.raises(NotTrustedError):
+        renamed.verify(ORGANISER.public)
+
+
+@pytest.mark.parametrize(
+    ("peer", "sentence"),
+    [
+        ("/ip4/127.0.0.1/tcp/1/p2p/{id}", "nobody listens on that port"),
+        ("{maddr}/p2p/" + PEER, "another peer answers there"),
+    ],
+)
+def test_each_kind_of_dead_address_has_its_own_sentence(peer: str, sentence: str) -> None:
+    """Field report A15."""
+
+    async def run() -> None:
+        there = await Node.start(run_id="run", organiser=ORGANISER.public, host_maddrs=LOOPBACK)
+        try:
+            maddr = (await there.maddrs())[0].split("/p2p/")[0]
+            address = peer.format(id=there.peer_id, maddr=maddr)
+            with pytest.raises(UnreachableError, match=sentence):
+                await Node.start(
+                    run_id="run", organiser=ORGANISER.public, initial_peers=[address], client_mode=True
+                )
+            alive = await Node.start(  # a dead address next to a good one does not matter
+                run_id="run",
+                organiser=ORGANISER.public,
+                initial_peers=[address, (await there.maddrs())[0]],
+                client_mode=True,
+            )
+            await alive.close()
+        finally:
+            await there.close()
+
+    asyncio.run(run())
+
+
+def test_a_signature_says_for_whom_of_what_kind_and_in_which_run(tmp_path: Path) -> None:
+    key, other = SigningKey.generate(), SigningKey.generate()
+    sealed = seal(key, "run", presence(key))
+    assert open_sealed(sealed, "run", Presence).cluster_id == key.cluster_id
+    for forged in (seal(other, "run", presence(key)), sealed[:-1], b"", b"\x80\x04."):
+        with pytest.raises(NotTrustedError):
+            open_sealed(forged, "run", Presence)
+    with pytest.raises(NotTrustedError):
+        open_sealed(sealed, "another-run", Presence)
+    with pytest.raises(NotTrustedError):
+        open_sealed(sealed, "run", Ready)
+
+
+@pytest.mark.parametrize("name", ["../../tmp/x", "a\n", "\x1b[31m", "", "x" * 33, "a b"])
+def test_names_that_could_steer_a_path_or_a_terminal_are_not_accepted(name: str) -> None:
+    key = SigningKey.generate()
+    with pytest.raises(NotTrustedError, match="malformed Presence"):
+        open_sealed(seal(key, "run", presence(key, name=name)), "run", Presence)
+
+
+def test_messages_with_unknown_fields_or_wrong_types_are_refused() -> None:
+    good = Votes(t=1, attempt=0, votes={"a" * 16: "x"}, outcome="open").pack()
+    assert unpack(good, Votes).votes == {"a" * 16: "x"}
+    for bad in (
+        good.replace(b"open", b"opem"),
+        good.replace(b"attempt", b"attempd"),
+        Votes(t=-1, attempt=0, votes={}, outcome="open").pack(),
+        Votes(t=1, attempt=0, votes={"not a cluster": "x"}, outcome="open").pack(),
+    ):
+        with pytest.raises(NotTrustedError):
+            unpack(bad, Votes)
+
+
+def test_keys_are_private_files_and_wider_ones_are_refused(tmp_path: Path) -> None:
+    """Field report I4."""
+    key = SigningKey.load_or_create(tmp_path / "cluster.key")
+    assert SigningKey.load_or_create(tmp_path / "cluster.key").public == key.public
+    assert ensure_libp2p_identity(tmp_path / "rank0.key")
+    assert not ensure_libp2p_identity(tmp_path / "rank0.key")
+    for name in ("cluster.key", "rank0.key"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+        (tmp_path / name).chmod(0o644)
+    with pytest.raises(NotTrustedError, match="chmod 600"):
+        SigningKey.load_or_create(tmp_path / "cluster.key")
+    with pytest.raises(NotTrustedError, match="chmod 600"):
+        ensure_libp2p_identity(tmp_path / "rank0.key")

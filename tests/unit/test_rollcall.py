@@ -1,0 +1,157 @@
+"""The roll call: who is waited for, who is left out, and what a coordinator must never do."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from p2p_dilocox.averaging.deadlines import Timeouts
+from p2p_dilocox.averaging.rollcall import RollCalls, coordinator_order, read_call
+from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.swarm.identity import SigningKey
+from p2p_dilocox.swarm.messages import PROTOCOL, Call, CallReply, RankAddress, Ready, Standing, seal
+
+SPEC, LINEAGE, OTHER = "5" * 64, "1" * 64, "2" * 64
+PEER = "12D3KooWKrsNNSqV8PpeGJM2CTxwQKz67SJQLUCiTahKMhgKLqb9"
+KEYS = sorted((SigningKey.generate() for _ in range(3)), key=lambda k: k.cluster_id)
+ME, *OTHERS = [k.cluster_id for k in KEYS]
+
+
+def ready(
+    key: SigningKey, t: int = 1, lineage: str = LINEAGE, spec: str = SPEC, protocol: int = PROTOCOL
+) -> bytes:
+    address = RankAddress(peer=PEER, maddrs=[], first_stage=0, last_stage=0)
+    message = Ready(
+        protocol=protocol, spec=spec, cluster_id=key.cluster_id, name="c", t=t, attempt=0, lineage=lineage,
+        weight=10.0, ranks=[address],
+    )  # fmt: skip
+    return seal(key, "run", message)
+
+
+def standing(cluster: str, t: int) -> Standing:
+    return Standing(cluster_id=cluster, t=t, h=0, committed_t=t, lineage=LINEAGE, members=[], in_flight=0)
+
+
+def coordinator(
+    expected: Sequence[str],
+    standings: dict[str, int],
+    *,
+    coordinators: Sequence[str] = (ME,),
+    min_clusters: int = 1,
+) -> RollCalls:
+    """standings: the outer steps that clusters which answer are past."""
+
+    async def standing_of(cluster: str) -> Standing | None:
+        return standing(cluster, standings[cluster]) if cluster in standings else None
+
+    return RollCalls(
+        me=ME,
+        run_id="run",
+        spec_digest=SPEC,
+        timeouts=Timeouts(round_s=2.0),
+        coordinators=lambda: coordinators,
+        expected=lambda: expected,
+        standing_of=standing_of,
+        min_clusters=lambda: min_clusters,
+    )
+
+
+async def until_answered(ask: Callable[[], Awaitable[CallReply]]) -> CallReply:
+    while True:
+        reply = await ask()
+        if reply != CallReply():
+            return reply
+
+
+def members_after(calls: RollCalls, *sealed: bytes) -> list[str]:
+    async def run() -> list[str]:
+        replies = await asyncio.gather(
+            *(until_answered(lambda s=s: calls.answer(s, last_t=0)) for s in sealed)  # type: ignore[misc]
+        )
+        await calls.close()
+        found = {tuple(read_call(r.call, "run").ids) for r in replies if r.call}
+        assert len(found) == 1
+        return list(found.pop())
+
+    return asyncio.run(run())
+
+
+def test_all_expected_clusters_get_the_same_list() -> None:
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0))
+    assert members_after(calls, *(ready(k) for k in KEYS)) == [ME, *OTHERS]
+
+
+def test_the_dead_are_not_waited_for() -> None:
+    calls = coordinator([ME, *OTHERS], {})
+    assert members_after(calls, ready(KEYS[0]), ready(KEYS[1])) == [ME, OTHERS[0]]
+
+
+def test_a_slow_cluster_is_waited_for_until_the_deadline_and_no_longer() -> None:
+    calls = coordinator([ME, OTHERS[0]], {OTHERS[0]: 0})
+    assert members_after(calls, ready(KEYS[0])) == [ME]
+
+
+def test_a_step_that_is_over_for_another_cluster_is_not_committed_again() -> None:
+    calls = coordinator([ME, OTHERS[0]], {OTHERS[0]: 1})
+    reply = asyncio.run(until_answered(lambda: calls.answer(ready(KEYS[0]), last_t=0)))
+    assert reply.over and reply.call is None
+
+
+def test_clusters_of_another_history_are_left_out() -> None:
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0))
+    sealed = [ready(KEYS[0]), ready(KEYS[1]), ready(KEYS[2], lineage=OTHER)]
+    assert members_after(calls, *sealed) == [ME, OTHERS[0]]
+
+
+def test_the_first_step_waits_for_enough_clusters() -> None:
+    calls = coordinator([ME], {}, min_clusters=2)
+
+    async def run() -> CallReply:
+        early = await calls.answer(ready(KEYS[0]), last_t=0)
+        assert early == CallReply()
+        reply = await until_answered(lambda: calls.answer(ready(KEYS[1]), last_t=0))
+        await calls.close()
+        return reply
+
+    call = asyncio.run(run()).call
+    assert call is not None
+    assert read_call(call, "run").ids == [ME, OTHERS[0]]
+
+
+def test_who_comes_to_the_second_coordinator_is_sent_to_the_first_while_that_lives() -> None:
+    order = coordinator_order([ME, *OTHERS], 1)
+    calls = coordinator([ME], {c: 0 for c in order if c != ME}, coordinators=order)
+    reply = asyncio.run(calls.answer(ready(KEYS[0]), last_t=0))
+    assert reply.redirect == (order[0] if order[0] != ME else None)
+
+
+@pytest.mark.parametrize(
+    ("sealed", "reason"),
+    [(ready(KEYS[1], protocol=PROTOCOL + 1), "protocol"), (ready(KEYS[1], spec=OTHER), "spec")],
+)
+def test_another_protocol_or_spec_is_refused_with_the_reason(sealed: bytes, reason: str) -> None:
+    reply = asyncio.run(coordinator([ME], {}).answer(sealed, last_t=0))
+    assert reason in reply.refused
+
+
+def test_a_late_cluster_is_told_that_the_step_is_over() -> None:
+    assert asyncio.run(coordinator([ME], {}).answer(ready(KEYS[1], t=3), last_t=3)).over
+
+
+@pytest.mark.parametrize("damage", ["signature", "mixed lineages", "twice", "another step", "another run"])
+def test_a_call_that_is_not_what_it_seems_is_not_trusted(damage: str) -> None:
+    sealed = [ready(KEYS[0]), ready(KEYS[1])]
+    run = "run"
+    if damage == "signature":
+        sealed[1] = sealed[1][:-1] + bytes([sealed[1][-1] ^ 1])
+    elif damage == "mixed lineages":
+        sealed[1] = ready(KEYS[1], lineage=OTHER)
+    elif damage == "twice":
+        sealed[1] = ready(KEYS[0])
+    elif damage == "another step":
+        sealed[1] = ready(KEYS[1], t=2)
+    else:
+        run = "elsewhere"
+    call = Call(t=1, attempt=0, coordinator=ME, ready=sealed, remaining_s=1.0)
+    with pytest.raises(NotTrustedError):
+        read_call(call, run)
