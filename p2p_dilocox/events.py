@@ -68,7 +68,8 @@ class RoundStarted(Event):
 class RoundCommitted(Event):
     """Outer step t was taken. Byte counts are this rank's own, as written to and read from sockets.
 
-    `seconds` from start to commit; `waited_s` of them the training loop stood still.
+    `seconds` from start to commit; `waited_s` of them the training loop stood still. The digests, sha256 of
+    each stage's anchor, are there when the run spec has this outer step evaluated.
     """
 
     kind: ClassVar[str] = "round_committed"

@@ -24,6 +24,11 @@ class Program(click.Group):
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:  # a disk, a directory: nothing that a traceback would explain
+            if error.filename is None or ctx.params.get("verbose"):
+                raise
+            click.echo(f"error: {error.filename}: {error.strerror}", err=True)
+            ctx.exit(DilocoxError.exit_code)
         except KeyboardInterrupt:
             ctx.exit(130)
 

@@ -44,13 +44,19 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str, mode: int = 0o644) -> None:
-    """Replace `path` by `content` in one step: a reader sees the old file or the new one, never a half."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    """Replace `path` by `content` in one step: a reader sees the old file or the new one, never a half.
+
+    Raises StateError if it cannot be written, such as on a full disk.
+    """
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                os.fchmod(file.fileno(), mode)
+                file.write(content)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise StateError(f"cannot write {path}: {error.strerror}. Free space or use another disk.") from error

@@ -189,7 +189,7 @@ def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
             received_bytes=outcome.received_bytes,
             lowrank=spec.compression.lowrank,
             H=spec.inner.H,
-            parameter_digests=parameter_digests(rank),
+            parameter_digests=parameter_digests(rank) if last.t % spec.eval.every == 0 else {},
         )  # fmt: skip
     )
     rank.landed = True

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from p2p_dilocox.compression import pack_chunk, unpack_chunk
+from p2p_dilocox.compression import pack_chunk, round_trip, unpack_chunk
 
 __all__ = ["CHUNK_VALUES", "Butterfly", "ContributionError", "Wire", "decode_chunks"]
 
@@ -138,9 +138,9 @@ class Butterfly:
         return await asyncio.get_running_loop().run_in_executor(self.codec, function)
 
     def _encode_own(self, start: int, end: int) -> bytes:
-        data = pack_chunk(self.vector[start:end], self.wire.bits, self.wire.group)
-        self.own[start:end] = unpack_chunk(data, n=end - start, bits=self.wire.bits, group=self.wire.group)
-        return data
+        values = self.vector[start:end]
+        self.own[start:end] = round_trip(values, self.wire.bits, self.wire.group)
+        return pack_chunk(values, self.wire.bits, self.wire.group)
 
     def _accumulate(self, member: int, index: int, data: bytes) -> bytes | None:
         """The encoded average if this was the last share. In the codec thread, so two shares cannot both be

@@ -2,20 +2,16 @@
 
 import base64
 import binascii
-import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlsplit
 
-from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
-
 from p2p_dilocox.errors import LinkError
+from p2p_dilocox.settings import RUN_ID
+from p2p_dilocox.swarm.maddr import check_maddr
 
-__all__ = ["RUN_ID", "JoinLink", "check_maddr", "is_loopback"]
+__all__ = ["JoinLink"]
 
-RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _GOOD_LINK = "dilocox://my-run?key=<43 characters>&peer=/ip4/203.0.113.5/tcp/31337/p2p/<peer id>"
-_GOOD_MADDR = "/ip4/203.0.113.5/tcp/31337"
 
 
 @dataclass(frozen=True)
@@ -36,16 +32,22 @@ class JoinLink:
     def parse(cls, text: str) -> "JoinLink":
         """Raises LinkError that names what is wrong with which part."""
         text = text.strip()
+        shown = repr(text if len(text) <= 80 else f"{text[:80]}...")
         try:
             parts = urlsplit(text)
         except ValueError as error:
-            raise LinkError(f"{text!r} is not a join link ({error}). One looks like {_GOOD_LINK}") from error
+            raise LinkError(f"{shown} is not a join link ({error}). One looks like {_GOOD_LINK}") from error
         if parts.scheme != "dilocox":
             raise LinkError(
-                f"{text!r} is not a join link: it must start with dilocox://. One looks like {_GOOD_LINK}"
+                f"{shown} is not a join link: it must start with dilocox://. One looks like {_GOOD_LINK}"
             )
         if not RUN_ID.fullmatch(parts.netloc):
             raise LinkError(f"run id {parts.netloc!r} in the join link: must be 1 to 32 of a-z, 0-9 and '-'")
+        if parts.path or parts.fragment:
+            raise LinkError(
+                f"join link has {parts.path or '#' + parts.fragment!r} in it, which belongs to no link. "
+                f"One looks like {_GOOD_LINK}"
+            )
         query = parse_qsl(parts.query, keep_blank_values=True)
         unknown = {name for name, _ in query} - {"key", "peer"}
         if unknown:
@@ -67,40 +69,3 @@ class JoinLink:
         if not peers:
             raise LinkError(f"join link names no peer to start from. One looks like {_GOOD_LINK}")
         return cls(parts.netloc, organiser, peers)
-
-
-def check_maddr(text: str, *, peer: bool = False, announce: bool = False) -> str:
-    """The multiaddress `text`, or LinkError. `peer`: must end in /p2p/<id>. `announce`: must have a real
-    port."""
-    example = f"A good one: {_GOOD_MADDR}{'/p2p/<peer id>' if peer else ''}"
-    if not text or text != text.strip() or any(c.isspace() for c in text):
-        raise LinkError(f"address {text!r} is empty or has white space in it. {example}")
-    try:
-        maddr = Multiaddr(text)
-        protocols = [protocol.name for protocol in maddr.protocols()]
-    except (MultiaddrError, ValueError, KeyError) as error:
-        raise LinkError(f"address {text!r} is not a multiaddress ({error}). {example}") from error
-    if not protocols or protocols[0] not in ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr"):
-        raise LinkError(
-            f"address {text!r} starts with {(protocols or ['nothing'])[0]!r}, not a host. {example}"
-        )
-    if not {"tcp", "udp"} & set(protocols):
-        raise LinkError(f"address {text!r} has no /tcp/<port>. {example}")
-    if peer and "p2p" not in protocols:
-        raise LinkError(f"address {text!r} does not end in /p2p/<peer id>. {example}")
-    if announce and "0" in (_value(maddr, "tcp"), _value(maddr, "udp")):
-        raise LinkError(
-            f"address {text!r} announces port 0, which nobody can dial. Give the real port. {example}"
-        )
-    return text
-
-
-def is_loopback(maddr: str) -> bool:
-    return maddr.startswith(("/ip4/127.", "/ip6/::1/"))
-
-
-def _value(maddr: Multiaddr, protocol: str) -> str | None:
-    try:
-        return str(maddr[protocol])
-    except (MultiaddrError, LookupError):
-        return None

@@ -50,7 +50,7 @@ def with_two_nodes(
 
 
 def test_a_stranger_cannot_replace_the_dictionary_of_clusters() -> None:
-    """Field report I11: stock hivemind accepts a plain value with a later expiry, and the dictionary is gone."""
+    """Field report I11: stock hivemind accepts a plain value with a later expiry; the dictionary is gone."""
     key = SigningKey.generate()
 
     async def body(honest: Node, stranger: Node) -> None:

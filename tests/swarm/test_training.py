@@ -52,7 +52,7 @@ round_s = 20.0
 [checkpoint]
 every = 2
 [eval]
-every = 2
+every = 1
 batches = 1
 {more}
 """

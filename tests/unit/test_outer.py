@@ -1,4 +1,4 @@
-"""The arithmetic of outer steps against torch's own optimizer, and the balance of what is moved and delivered."""
+"""Outer steps against torch's own optimizer, and the balance of what is moved and what is delivered."""
 
 import itertools
 import random
