@@ -1,5 +1,4 @@
-"""`history.jsonl`: one line per outer step and stage, what a rank took part in and what was decided (rules
-V1 to V5)."""
+"""`history.jsonl`: one line per outer step and stage: what a rank took part in, and what was decided."""
 
 import json
 import time
@@ -14,16 +13,18 @@ __all__ = ["History"]
 class History:
     """Appends to one file, a line at a time; a line is written whole or not at all as far as the kernel goes.
 
-    Keys: time (Unix s), run, cluster, stage, t, decision (committed, adopted or dropped), members, weights
-    (trained tokens,
-    in the members' order), digest (sha256 of the stage's encoded average), parent and lineage, sent_bytes and
-    received_bytes of the rank, attempts, reason.
+    Keys: time (Unix s), run, cluster, stage, t, decision (committed, adopted or dropped), seconds and
+    deadline_s of the round, members, weights (trained tokens, in the members' order), digest (sha256 of the
+    stage's encoded average), parent and lineage, sent_bytes and received_bytes of the rank, attempts, reason.
     """
 
-    def __init__(self, path: Path, run_id: str, cluster: str, stages: Iterable[int]) -> None:
+    def __init__(
+        self, path: Path, run_id: str, cluster: str, stages: Iterable[int], deadline_s: float
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._run_id, self._cluster, self._stages = run_id, cluster, list(stages)
+        self._deadline_s = deadline_s
 
     def write(self, outcome: Outcome, lineage: str) -> None:
         """lineage: after the outcome's steps were applied."""
@@ -31,6 +32,7 @@ class History:
             "time": round(time.time(), 3), "run": self._run_id, "cluster": self._cluster,
             "sent_bytes": outcome.sent_bytes, "received_bytes": outcome.received_bytes,
             "attempts": outcome.attempts,
+            "seconds": round(outcome.seconds, 3), "deadline_s": self._deadline_s,
         }  # fmt: skip
         for stage in self._stages:
             if not outcome.steps:

@@ -31,6 +31,31 @@ def validate(run_file: Path) -> None:
     console().print(spec_summary(load_run_file(run_file)))
 
 
+@main.command("check-history")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print a list of violations.")
+def check_history(files: tuple[Path, ...], as_json: bool) -> None:
+    """Check the rules V1 to V5 over history files or state directories. Exit code 9: a rule is broken."""
+    from p2p_dilocox.invariants import check_history, read_history
+
+    paths = [h for f in files for h in (sorted((f / "history").glob("*.jsonl")) if f.is_dir() else [f])]
+    lines = read_history(paths)
+    violations = check_history(lines)
+    if as_json:
+        click.echo(json.dumps(violations))
+    else:
+        for violation in violations:
+            click.echo(violation)
+        steps = {(line["run"], line["t"]) for line in lines}
+        clusters = {line["cluster"] for line in lines}
+        click.echo(
+            f"{len(lines)} lines, {len(clusters)} clusters, {len(steps)} outer steps: "
+            + (f"{len(violations)} violations" if violations else "no violation")
+        )
+    if violations:
+        raise SystemExit(9)
+
+
 @main.command()
 @click.argument("link", required=False)
 @click.option(

@@ -178,7 +178,9 @@ def _build(
         board = TensorBoardSink(state / "tensorboard")
         stack.callback(board.close)
         report = _both(report, board.write)
-    history = History(state / "history" / f"rank{index}.jsonl", spec.run.id, key.cluster_id, held)
+    history = History(
+        state / "history" / f"rank{index}.jsonl", spec.run.id, key.cluster_id, held, spec.deadlines.round_s
+    )
     stack.callback(history.close)
     rank = Rank(
         index=index, cluster_id=key.cluster_id, pipeline=pipeline,

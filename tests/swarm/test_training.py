@@ -12,6 +12,7 @@ import torch
 from p2p_dilocox.data import Batches, load_tokens
 from p2p_dilocox.events import Event, Finished, InnerStep, Phase, RoundCommitted
 from p2p_dilocox.inner import InnerOptimizer
+from p2p_dilocox.invariants import check_history, read_history
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
 from p2p_dilocox.runspec import parse_run, total_inner_steps
@@ -165,6 +166,7 @@ def test_two_clusters_end_with_equal_parameters_in_every_overlap(
         committed = [e for e in peer.events if isinstance(e, RoundCommitted)]
         assert [e.t for e in committed] == [1, 2, 3, 4]
         assert all(len(e.members) == 2 and e.included for e in committed)
+    assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in peers)) == []
     histories = [
         [json.loads(line) for line in (p.state / "history" / "rank0.jsonl").read_text().splitlines()]
         for p in peers
@@ -189,6 +191,7 @@ def test_a_late_cluster_downloads_the_state_and_is_in_step_from_then_on(
         peer.wish.value = peer.wish.LEAVE_NOW
         assert peer.finish().reason == "left"
     assert any(isinstance(e, Phase) and e.name == "downloading" for e in late.events)
+    assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in (early, late))) == []
     digests = {e.t: e.parameter_digests for e in early.events if isinstance(e, RoundCommitted)}
     shared = [e for e in late.events if isinstance(e, RoundCommitted) and e.t in digests]
     assert len(shared) >= 3

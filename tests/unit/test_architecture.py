@@ -19,6 +19,7 @@ WORDS = {
     "env",
     "errors",
     "events",
+    "invariants",
     "lineage",
     "model_config",
     "overlap",
@@ -28,6 +29,7 @@ WORDS = {
     "suggest",
     "tokenizer",
     "toml_lines",
+    "wish",
 }
 # The arrows: part -> parts it may import besides itself and WORDS. A part not named may import all but apps.
 ARROWS = {

@@ -1,0 +1,64 @@
+"""The checker finds each broken rule, and nothing in a history that keeps them all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2p_dilocox.errors import DataError
+from p2p_dilocox.invariants import check_history, read_history
+
+
+def line(t: int, cluster: str = "a", stage: int = 0, **changes: Any) -> dict[str, Any]:
+    return {
+        "run": "r", "cluster": cluster, "stage": stage, "t": t, "decision": "committed",
+        "members": ["a", "b"], "weights": [1.0, 2.0], "digest": f"digest {t} {stage}",
+        "parent": f"lineage {t - 1}", "lineage": f"lineage {t}", "seconds": 1.0, "deadline_s": 10.0,
+    } | changes  # fmt: skip
+
+
+def clean() -> list[dict[str, Any]]:
+    return [line(t, cluster, stage) for cluster in "ab" for stage in (0, 1) for t in (1, 2, 3)]
+
+
+def test_a_clean_history_has_no_violation() -> None:
+    assert check_history(clean()) == []
+
+
+def test_a_dropped_step_an_adopted_one_and_a_late_joiner_are_no_violations() -> None:
+    dropped = [
+        line(4, c, s, decision="dropped", members=[], weights=[], reason="x") for c in "ab" for s in (0, 1)
+    ]
+    later = [line(5, c, s, parent="lineage 3") for c in "ab" for s in (0, 1)]
+    adopted = [line(5, "late", s, decision="adopted", parent="lineage 3", seconds=19.0) for s in (0, 1)]
+    assert check_history([*clean(), *dropped, *later, *adopted]) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken"),
+    [
+        ("V1", line(3, "c", digest="other", decision="adopted")),
+        ("V2", line(3, "b", 2, members=["b"])),
+        ("V2", line(3, "c", 2)),
+        ("V2", line(3, "b", 2, decision="dropped")),
+        ("V3", line(2, "b", 1)),
+        ("V3", line(4, "b", 1, parent="elsewhere")),
+        ("V4", line(4, "b", 1, seconds=12.5)),
+        ("V5", line(4, "b", 1, weights=[1.0, float("nan")])),
+        ("V5", line(4, "b", 1, weights=[1.0, -1.0])),
+    ],
+)
+def test_each_rule_is_checked(rule: str, broken: dict[str, Any]) -> None:
+    found = check_history([*clean(), broken])
+    assert found
+    assert {violation.split()[0] for violation in found} == {rule}
+
+
+def test_a_torn_last_line_is_left_out_and_any_other_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(json.dumps(line(1)) + "\n" + json.dumps(line(2))[:40])
+    assert [record["t"] for record in read_history([path])] == [1]
+    path.write_text("not json\n" + json.dumps(line(2)) + "\n")
+    with pytest.raises(DataError, match="line 1"):
+        read_history([path])
