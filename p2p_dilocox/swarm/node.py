@@ -7,6 +7,7 @@ shared memory and no fork order, and only one child: the p2pd daemon, which dies
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from p2p_dilocox.errors import LinkError, NotTrustedError, UnreachableError
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.keys import clusters_key, run_key
 from p2p_dilocox.swarm.messages import Presence, open_sealed, seal
-from p2p_dilocox.swarm.process import die_with_parent
+from p2p_dilocox.swarm.process import die_with_parent, make_socket_dir
 from p2p_dilocox.swarm.records import PRESENCE_LIFE_S, RUN_LIFE_S, RunRecords
 from p2p_dilocox.swarm.signed import SignedRun
 
@@ -34,8 +35,9 @@ _DHT_S = 10.0
 class Node:
     """Made by `start`, ended by `close`; both in the same event loop, whose thread must outlive the node."""
 
-    def __init__(self, run_id: str, p2p: P2P, dht: DHTNode) -> None:
+    def __init__(self, run_id: str, p2p: P2P, dht: DHTNode, sockets: Path) -> None:
         self.run_id = run_id
+        self._sockets = sockets
         self.p2p = p2p
         self.dht = dht
         self.peer_id = str(p2p.peer_id)
@@ -61,9 +63,10 @@ class Node:
         of it.
         Raises LinkError if the addresses cannot be listened on.
         """
+        sockets = make_socket_dir()
         with _children_die_with_us():
             try:
-                p2p = await P2P.create(
+                p2p = await _p2p_in(sockets).create(
                     host_maddrs=None if client_mode else list(host_maddrs),
                     announce_maddrs=list(announce_maddrs) or None,
                     identity_path=str(identity_path) if identity_path else None,
@@ -72,6 +75,7 @@ class Node:
                     check_if_identity_free=False,
                 )
             except P2PDaemonError as error:
+                shutil.rmtree(sockets, ignore_errors=True)
                 listen = ", ".join(host_maddrs)
                 raise LinkError(
                     f"cannot listen on {listen}: {_last_line(error)}. Is the port in use?"
@@ -86,6 +90,7 @@ class Node:
             )
         except BaseException as error:
             await p2p.shutdown()
+            shutil.rmtree(sockets, ignore_errors=True)
             if isinstance(error, RuntimeError):
                 raise UnreachableError(f"no peer of the link answers as part of a swarm: {error}") from error
             if type(error).__name__ == "ValidationError":
@@ -93,7 +98,7 @@ class Node:
                     f"the swarm does not accept this machine: {error}. Is its clock right (NTP)?"
                 ) from error
             raise
-        return cls(run_id, p2p, dht)
+        return cls(run_id, p2p, dht, sockets)
 
     async def maddrs(self) -> list[str]:
         """Full multiaddresses, ending in /p2p/<our id>, at which others may dial us."""
@@ -152,6 +157,12 @@ class Node:
     async def close(self) -> None:
         await self.dht.shutdown()
         await self.p2p.shutdown()
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+def _p2p_in(sockets: Path) -> type[P2P]:
+    """hivemind puts its sockets to p2pd into /tmp and leaves one of them there."""
+    return type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
 
 
 async def _dial_all(p2p: P2P, peers: Sequence[str]) -> list[str]:
