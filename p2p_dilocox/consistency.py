@@ -137,8 +137,8 @@ def warnings_for(spec: RunSpec) -> list[str]:
 
 
 def stable_paper_lr(momentum: float) -> float:
-    """Largest stable outer lr of overlap `paper`; straight lines between the points of STABLE_PAPER_LR, and
-    on to 0 at momentum 1."""
+    """Largest stable outer lr of overlap `paper`; straight lines between
+    the points of STABLE_PAPER_LR, and on to 0 at momentum 1."""
     points = (*STABLE_PAPER_LR, (1.0, 0.0))
     for (left, high), (right, low) in zip(points, points[1:], strict=False):
         if left <= momentum <= right:

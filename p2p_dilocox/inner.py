@@ -1,5 +1,5 @@
-"""The inner optimizer: AdamW on a cluster's own data, with a learning rate that depends on the inner step's
-number only.
+"""The inner optimizer: AdamW on a cluster's own data, with a
+learning rate that depends on the inner step's number only.
 
 So all clusters train at the same rate in the same outer step, however late one has joined (field report C9).
 """
@@ -16,8 +16,8 @@ __all__ = ["InnerOptimizer", "learning_rate"]
 
 
 def learning_rate(inner: Inner, step: int, total_steps: int) -> float:
-    """Rate of inner step `step` (0-based) of `total_steps`: linear warm-up, then constant, or cosine to the
-    final rate."""
+    """Rate of inner step `step` (0-based) of `total_steps`: linear
+    warm-up, then constant, or cosine to the final rate."""
     if step < inner.warmup_steps:
         return inner.lr * (step + 1) / inner.warmup_steps
     if inner.lr_schedule == "constant":
@@ -28,8 +28,8 @@ def learning_rate(inner: Inner, step: int, total_steps: int) -> float:
 
 
 class InnerOptimizer:
-    """torch.optim.AdamW over a rank's parameters; vectors are not decayed. Outer steps leave its state
-    alone."""
+    """torch.optim.AdamW over a rank's parameters; vectors are
+    not decayed. Outer steps leave its state alone."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], inner: Inner, total_steps: int) -> None:
         self._inner, self._total_steps = inner, total_steps

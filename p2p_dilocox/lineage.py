@@ -1,7 +1,7 @@
 """The hash chain over committed rounds. Equal lineage means equal history, hence the same anchor (rule V8).
 
-It covers the bytes that clusters received, not their parameters: floating point differs between machines,
-bytes do not.
+It covers the bytes that clusters received, not their parameters:
+floating point differs between machines, bytes do not.
 """
 
 import hashlib

@@ -1,5 +1,5 @@
-"""The Hugging Face config of a run's model. Only configs are read here: no weights, no code from a model
-directory."""
+"""The Hugging Face config of a run's model. Only configs are read
+here: no weights, no code from a model directory."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -74,7 +74,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def count_of(config: Any, key: str) -> int | None:
-    """A positive size of the config, such as num_hidden_layers, by the name all model types share; else
-    None."""
+    """A positive size of the config, such as num_hidden_layers,
+    by the name all model types share; else None."""
     value = getattr(config, key, None)
     return value if isinstance(value, int) and value > 0 else None

@@ -33,8 +33,8 @@ Parameters = Mapping[str, Tensor]
 class Average:
     """Something decoded from the wire: an average, or what the others decode of our own contribution.
 
-    factors: name -> (P [m, r], Q [n, r]); the matrix is P Q^T. dense: name -> tensor in the parameter's
-    shape.
+    factors: name -> (P [m, r], Q [n, r]); the matrix is P Q^T.
+    dense: name -> tensor in the parameter's shape.
     """
 
     factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -55,8 +55,8 @@ def nesterov_(
     """v <- beta v + Delta; theta <- theta - lr (Delta + beta v), as torch.optim.SGD(nesterov=True). In place.
 
     DiLoCo (arXiv 2311.08105), Algorithm 1; Delta = average pseudo-gradient, old minus new, so it descends.
-    Without momentum v is Delta itself, and theta takes it as it came: rounded to v's float32 it would not be
-    exact.
+    Without momentum v is Delta itself, and theta takes it as it
+    came: rounded to v's float32 it would not be exact.
     """
     for v in momentum.values():
         v.mul_(beta)
@@ -139,8 +139,8 @@ class OuterState:
 
     @torch.no_grad()
     def restart_(self, parameters: Parameters, keep: float) -> None:
-        """Go on from the anchor, keeping a fraction of the movement since `base`: theta_i <- theta - keep
-        (base - theta_i).
+        """Go on from the anchor, keeping a fraction of the movement
+        since `base`: theta_i <- theta - keep (base - theta_i).
 
         convergence: `cont` beta = keep; paper (Algorithm 2): keep = 0.
         """

@@ -1,7 +1,7 @@
 """The run spec: run.toml to frozen dataclasses. Checked as a whole, so that one attempt shows all mistakes.
 
-The settings and their ranges are in settings.py, rules between keys in consistency.py, defaults of methods in
-recipe.py."""
+The settings and their ranges are in settings.py, rules between keys
+in consistency.py, defaults of methods in recipe.py."""
 
 import json
 import tomllib
@@ -175,8 +175,8 @@ class _Reader:
         return kind(**values)
 
     def value(self, table: str, key: str, given: Any) -> Any:
-        """`given` as the type of its field; reported if it is of another type or breaks the rule of the
-        field."""
+        """`given` as the type of its field; reported if it is of
+        another type or breaks the rule of the field."""
         kind, rule, about = _annotation(_TABLES[table], key)
         value, limit = _convert(given, kind)
         if limit is None and rule is not None and not rule.holds(value):

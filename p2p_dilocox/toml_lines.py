@@ -1,5 +1,5 @@
-"""On which line a key of a TOML text stands. tomllib does not say, and an error without a line is half an
-error."""
+"""On which line a key of a TOML text stands. tomllib does not
+say, and an error without a line is half an error."""
 
 import re
 import tomllib

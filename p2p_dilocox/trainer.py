@@ -58,8 +58,8 @@ class Rank:
 
 
 def train(spec: RunSpec, rank: Rank) -> bool:
-    """Run the outer steps from rank.t to the run's last. True if they are done, False if the cluster was
-    told to leave.
+    """Run the outer steps from rank.t to the run's last. True if
+    they are done, False if the cluster was told to leave.
 
     Raises ClusterError if this cluster cannot go on from its state; it may come back and download another.
     """
@@ -140,8 +140,8 @@ def inner_step(spec: RunSpec, rank: Rank, t: int, h: int) -> bool:
 
 
 def land(spec: RunSpec, rank: Rank) -> None:
-    """Take the outer step of the round on the wire and go on from the anchor, keeping part of what moved in
-    flight."""
+    """Take the outer step of the round on the wire and go on from
+    the anchor, keeping part of what moved in flight."""
     if take_outer_step(spec, rank):
         rank.outer.restart_(rank.pipeline.parameters, spec.overlap.keep)
         rank.outer.mark_sent(rank.outer.anchor)
@@ -151,8 +151,8 @@ def land(spec: RunSpec, rank: Rank) -> None:
 
 
 def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
-    """Wait for the round on the wire and apply it. False if it was dropped: then its contribution is in the
-    next one."""
+    """Wait for the round on the wire and apply it. False if it was
+    dropped: then its contribution is in the next one."""
     assert rank.pending is not None
     started = time.monotonic()
     outcome = rank.pending.wait(lambda: rank.wish.value == Wish.LEAVE_NOW)
@@ -197,8 +197,8 @@ def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
 
 
 def agree_in_cluster(rank: Rank, outcome: Outcome) -> None:
-    """All ranks of a cluster must see the same outcome, or the cluster ends and comes back with a downloaded
-    state."""
+    """All ranks of a cluster must see the same outcome, or the
+    cluster ends and comes back with a downloaded state."""
     last = outcome.steps[-1].t if outcome.steps else 0
     failed, steps, lasts = rank.pipeline.sum([float(outcome.failed), float(len(outcome.steps)), float(last)])
     ranks = rank.pipeline.num_ranks

@@ -50,8 +50,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish) -> None:
-    """Join the run as one rank and train until the run is complete or `wish` says leave. Raises
-    DilocoxError."""
+    """Join the run as one rank and train until the run is
+    complete or `wish` says leave. Raises DilocoxError."""
     index, num_ranks, state = int(config["rank"]), int(config["num_ranks"]), Path(config["state_dir"])
     spec, link = parse_run(config["run_text"]), JoinLink.parse(config["link"])
     torch.set_num_threads(config["threads"])
@@ -205,8 +205,8 @@ def _build(
 def _enter_run(
     spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThread, say: Callable[[str, str], None]
 ) -> None:
-    """Wait for enough clusters, or fetch the state of one that is further; then the cluster counts as
-    training."""
+    """Wait for enough clusters, or fetch the state of one that is
+    further; then the cluster counts as training."""
     waiting_since = time.monotonic()
     for _ in range(_DOWNLOADS):
         plan = _next_plan(spec, rank, lead, network)
@@ -250,8 +250,8 @@ def _next_plan(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThr
 def _download(
     spec: RunSpec, rank: Rank, plan: Plan, network: NetworkThread, say: Callable[[str, str], None]
 ) -> None:
-    """Try one donor. All ranks must get the same outer step of the same history, else none keeps what it
-    has."""
+    """Try one donor. All ranks must get the same outer step of
+    the same history, else none keeps what it has."""
     last = [0.0]
 
     def show(fraction: float) -> None:

@@ -52,8 +52,8 @@ class _Channel:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 if the run is complete or the cluster left, else the exit code of the error
-    (errors.py)."""
+    """Exit status: 0 if the run is complete or the cluster left,
+    else the exit code of the error (errors.py)."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the supervisor, which tells us
     parser = argparse.ArgumentParser(description=__doc__)

@@ -1,2 +1,2 @@
-"""Between clusters: the rounds in which one stage's pseudo-gradients are averaged, the same bytes on every
-cluster."""
+"""Between clusters: the rounds in which one stage's
+pseudo-gradients are averaged, the same bytes on every cluster."""

@@ -1,5 +1,5 @@
-"""One butterfly AllReduce: every member averages one part of a vector for all, and all get the same bytes
-(rule V1).
+"""One butterfly AllReduce: every member averages one part of a
+vector for all, and all get the same bytes (rule V1).
 
     member i  --- its chunk of part k, encoded once --->  member k      (reduce-scatter)
     member i  <-- the average of that chunk, encoded once ---  member k (all-gather; k decodes those bytes
@@ -38,8 +38,8 @@ class ContributionError(Exception):
 
 @dataclass(frozen=True)
 class Wire:
-    """How values travel: `bits` to the reducer, `return_bits` back, groups of `group` values share a
-    scale."""
+    """How values travel: `bits` to the reducer, `return_bits`
+    back, groups of `group` values share a scale."""
 
     bits: int
     return_bits: int
@@ -93,8 +93,8 @@ class Butterfly:
             yield await self._compute(partial(self._encode_own, start, end))
 
     async def add(self, member: int, index: int, data: bytes) -> None:
-        """Take `member`'s contribution to chunk `index` of our part. Raises ContributionError if it is
-        unacceptable."""
+        """Take `member`'s contribution to chunk `index` of our part.
+        Raises ContributionError if it is unacceptable."""
         encoded = await self._compute(lambda: self._accumulate(member, index, data))
         if encoded is not None and not self._averaged[index].done():
             self._averaged[index].set_result(encoded)
@@ -143,8 +143,8 @@ class Butterfly:
         return pack_chunk(values, self.wire.bits, self.wire.group)
 
     def _accumulate(self, member: int, index: int, data: bytes) -> bytes | None:
-        """The encoded average if this was the last share. In the codec thread, so two shares cannot both be
-        the last."""
+        """The encoded average if this was the last share. In the codec
+        thread, so two shares cannot both be the last."""
         start, end = self.parts[self.me][index]
         sum_ = self._sums[index]
         if member in sum_.members:

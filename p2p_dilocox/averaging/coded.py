@@ -1,5 +1,5 @@
-"""A stage's pseudo-gradient on its way through a round: low-rank factors first, then the second factor
-(PowerSGD).
+"""A stage's pseudo-gradient on its way through a round:
+low-rank factors first, then the second factor (PowerSGD).
 
     phase p   P_i = M_i Q and all dense tensors  -> average -> P_hat, orthonormal, from the same bytes on
     every cluster

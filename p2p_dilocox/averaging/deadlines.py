@@ -9,8 +9,8 @@ __all__ = ["Deadline", "Timeouts"]
 
 @dataclass(frozen=True)
 class Timeouts:
-    """round_s: from the moment a cluster offers its contribution to the moment it knows the outcome, in
-    seconds."""
+    """round_s: from the moment a cluster offers its contribution
+    to the moment it knows the outcome, in seconds."""
 
     round_s: float
 

@@ -1,5 +1,5 @@
-"""How a cluster comes in: fresh, from its checkpoint, or with the state of a cluster that is further (rule
-V8)."""
+"""How a cluster comes in: fresh, from its checkpoint, or with
+the state of a cluster that is further (rule V8)."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ __all__ = ["Plan", "download", "make_plan"]
 
 
 class Plan(Message, frozen=True, kw_only=True):
-    """What rank 0 tells its cluster to do next: wait for others, start from the state at hand, or download
-    from a donor.
+    """What rank 0 tells its cluster to do next: wait for others,
+    start from the state at hand, or download from a donor.
 
     standing: the donor's, or of a cluster with our lineage; None if we are the first.
     """
@@ -62,8 +62,8 @@ async def download(
 ) -> list[Snapshot]:
     """Every stage we hold, from the donor's ranks, checked. Raises NotTrustedError, or what libp2p raises.
 
-    progress: called with the fraction received. A donor may send no more than the state has, and nothing for
-    `round_s` at most.
+    progress: called with the fraction received. A donor may send no more
+    than the state has, and nothing for `round_s` at most.
     """
     limit = {stage: snapshot_bytes(outer, names) for stage, names in names_of_stage.items()}
     received, total = 0, sum(limit.values())

@@ -84,8 +84,8 @@ class Lead:
     # --- our cluster in a round
 
     async def attend(self, t: int, attempt: int, weight: float, deadline: Deadline) -> CallReply:
-        """Answer the roll call; the reply is a call (perhaps without us), `over`, or empty if there is none
-        in time.
+        """Answer the roll call; the reply is a call (perhaps without
+        us), `over`, or empty if there is none in time.
 
         Raises ClusterError if the coordinator refuses us: another protocol or run spec.
         """
@@ -138,8 +138,8 @@ class Lead:
         return decision
 
     def follow(self, t: int, deadline: Deadline) -> "asyncio.Future[Follow]":
-        """Find the committed rounds from ours up to outer step t, which goes on without us, at a cluster
-        that has them."""
+        """Find the committed rounds from ours up to outer step t, which
+        goes on without us, at a cluster that has them."""
         if t not in self._followed:
             self._followed[t] = asyncio.ensure_future(self._follow(t, deadline))
         return self._followed[t]

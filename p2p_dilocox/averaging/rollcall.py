@@ -24,8 +24,8 @@ _KEPT = 16  # calls remembered, to tell latecomers
 
 @dataclass(frozen=True)
 class Roster:
-    """A call that was checked: the members in the order of their ids; `key` names the list in every message
-    of the round."""
+    """A call that was checked: the members in the order of their ids;
+    `key` names the list in every message of the round."""
 
     t: int
     attempt: int
@@ -53,8 +53,8 @@ class Roster:
 
 
 def read_call(call: Call, run_id: str) -> Roster:
-    """Check every signature and that the members agree on the outer step and on history. Raises
-    NotTrustedError."""
+    """Check every signature and that the members agree on the
+    outer step and on history. Raises NotTrustedError."""
     members = sorted((open_sealed(r, run_id, Ready) for r in call.ready), key=lambda m: m.cluster_id)
     if len({m.cluster_id for m in members}) != len(members):
         raise NotTrustedError(f"the roll call of outer step {call.t} lists a cluster twice")
@@ -88,8 +88,8 @@ class _Roll:
 class RollCalls:
     """The coordinator's side; every cluster's lead has one.
 
-    coordinators: whose lead may hold the roll call. expected: the clusters to wait for. alive: whether a
-    cluster's lead answers.
+    coordinators: whose lead may hold the roll call. expected: the clusters to wait for.
+    standing_of: where a cluster stands, None if it does not answer.
     """
 
     def __init__(

@@ -88,8 +88,8 @@ class Round:
         return self._future.done()
 
     def wait(self, give_up: Callable[[], bool]) -> Outcome | None:
-        """The outcome, or None once `give_up` says so. Never raises because a peer died, never later than
-        the deadline."""
+        """The outcome, or None once `give_up` says so. Never raises
+        because a peer died, never later than the deadline."""
         while True:
             try:
                 return self._future.result(_GLANCE_S)
@@ -100,14 +100,14 @@ class Round:
 
 
 def codec_thread() -> ThreadPoolExecutor:
-    """One thread with one torch thread: matrix products give other bits with another number of threads
-    (measured)."""
+    """One thread with one torch thread: matrix products give other
+    bits with another number of threads (measured)."""
     return ThreadPoolExecutor(1, "codec", initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Rounds:
-    """Starts rounds in `loop`. One at a time; `outer.residual` and `outer.basis` must not change while one
-    runs.
+    """Starts rounds in `loop`. One at a time; `outer.residual`
+    and `outer.basis` must not change while one runs.
 
     layouts: of every stage this rank holds. lead: set on rank 0 only; the others ask `lead_peer`.
     """
@@ -153,8 +153,8 @@ class Rounds:
             raise NotTrustedError(f"outer step {t}, stage {stage} is not kept here") from None
 
     def result_after(self, t: int) -> Result:
-        """The first kept round after outer step t; its `parent` tells whether it is the next.
-        NotTrustedError if none."""
+        """The first kept round after outer step t; its `parent` tells
+        whether it is the next. NotTrustedError if none."""
         later = [k for k in self._results if k > t]
         if not later:
             raise NotTrustedError(f"no round after outer step {t} is kept here")

@@ -59,8 +59,8 @@ class Traffic:
 
 
 class Exchanges:
-    """The butterflies in progress, by the vector they average. Others may be faster and ask before we
-    start."""
+    """The butterflies in progress, by the vector they average.
+    Others may be faster and ask before we start."""
 
     def __init__(self) -> None:
         self._butterflies: dict[VectorKey, asyncio.Future[tuple[Butterfly, list[str]]]] = {}
@@ -109,8 +109,8 @@ class Desk(Protocol):
 
 
 class Service(ServicerBase):
-    """RPCs of one rank. Handlers raise on bad input; hivemind sends the sentence to the caller and goes
-    on."""
+    """RPCs of one rank. Handlers raise on bad input; hivemind
+    sends the sentence to the caller and goes on."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class Service(ServicerBase):
         average_of: Callable[[int, int], list[bytes]],
         snapshot_of: Callable[[int], bytes],
     ) -> None:
-        """patience_s: how long others may be ahead of us. average_of(t, stage): the encoded average of a
-        recent round.
+        """patience_s: how long others may be ahead of us.
+        average_of(t, stage): the encoded average of a recent round.
 
         snapshot_of(stage): the state a joiner needs, see snapshot.py.
         """

@@ -1,5 +1,5 @@
-"""The state that a joiner needs of one stage: anchor, outer momentum and basis, with the place in history
-they belong to.
+"""The state that a joiner needs of one stage: anchor, outer
+momentum and basis, with the place in history they belong to.
 
 Not the error buffer: that is what one cluster has not delivered, and no business of another.
 """
@@ -60,8 +60,8 @@ def snapshot_bytes(outer: OuterState, names: list[str]) -> int:
 
 
 def read_snapshot(data: bytes, like: OuterState, names: list[str]) -> Snapshot:
-    """Check a donor's snapshot against our own state's names and shapes. Raises NotTrustedError for any
-    difference."""
+    """Check a donor's snapshot against our own state's names and
+    shapes. Raises NotTrustedError for any difference."""
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])

@@ -6,8 +6,8 @@ other all votes they know. A member commits once it knows an equal vote of every
 member that can
 be reached has acknowledged its own. So after the death of any one member the others know the same votes: if
 the dead
-one can have committed, all of them can; if a vote is missing everywhere, it cannot have, and they abort and
-retry.
+one can have committed, all of them can; if a vote is missing
+everywhere, it cannot have, and they abort and retry.
 """
 
 import asyncio

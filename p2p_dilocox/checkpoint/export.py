@@ -34,8 +34,8 @@ def export_model(
     tokenizer_dir: Path | None,
     out: Path,
 ) -> None:
-    """Write a directory that `AutoModelForCausalLM.from_pretrained(out)` reads. `out` appears whole or not at
-    all.
+    """Write a directory that
+    `AutoModelForCausalLM.from_pretrained(out)` reads. `out` appears whole or not at all.
 
     shards: (stage, tensors by Hugging Face name), any order; one is in memory at a time. Dtypes are kept. A
     tied head is not stored: its embedding is. tokenizer_dir: None leaves the tokenizer out. Raises

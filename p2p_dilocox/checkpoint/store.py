@@ -1,5 +1,5 @@
-"""Checkpoints of a cluster: one safetensors file per rank, complete or absent, newest first when it comes
-back.
+"""Checkpoints of a cluster: one safetensors file per rank,
+complete or absent, newest first when it comes back.
 
 STATE/checkpoints/step-<t>/rank<r>.safetensors   parameters, inner and outer optimizer, what was not delivered
 STATE/checkpoints/step-<t>/manifest.json         written last, with each file's sha256: without it the step
@@ -32,23 +32,23 @@ _STEP = re.compile(r"step-(\d{1,9})")
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint. `place`: t and h to go on from, the outer state's t, lineage, members and
-    residual scale."""
+    """A complete checkpoint. `place`: t and h to go on from, the
+    outer state's t, lineage, members and residual scale."""
 
     path: Path
     place: dict[str, object]
 
 
 class CheckpointStore:
-    """Saves a rank; all ranks of a cluster call `save` at the same step. `spec_digest` ties a checkpoint to
-    its run."""
+    """Saves a rank; all ranks of a cluster call `save` at the same
+    step. `spec_digest` ties a checkpoint to its run."""
 
     def __init__(self, directory: Path, spec_digest: str, keep: int) -> None:
         self.directory, self._spec_digest, self._keep = directory, spec_digest, keep
 
     def save(self, rank: Rank) -> None:
-        """Write this rank's file; rank 0 completes the step once all files are there. A full disk is an
-        event, not an end."""
+        """Write this rank's file; rank 0 completes the step once all
+        files are there. A full disk is an event, not an end."""
         started = time.monotonic()
         step = self.directory / f"step-{rank.outer.t}"
         partial = self.directory / f".partial-{rank.outer.t}"
@@ -71,8 +71,8 @@ class CheckpointStore:
 
 
 def newest(directory: Path, spec_digest: str) -> Saved | None:
-    """The newest complete checkpoint of this run whose files have the sha256 of their manifest; None if
-    there is none."""
+    """The newest complete checkpoint of this run whose files have the
+    sha256 of their manifest; None if there is none."""
     for step in _steps(directory):
         try:
             manifest = json.loads((step / "manifest.json").read_text())

@@ -144,8 +144,8 @@ def _quantise(values: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     """(scales bfloat16 [groups], shifted float32 [groups, g]); shifted = _ROUND + 2^(bits-1) + code, exactly.
 
     Codes cannot leave [-q, q]: the scale is absmax/q within a factor 1 +- 2^-8, and q * 2^-8 < 1/2. Where the
-    scale is capped (so that q * scale stays finite) the largest quotient still rounds to q; a test walks that
-    edge.
+    scale is capped (so that q * scale stays finite) the largest
+    quotient still rounds to q; a test walks that edge.
     """
     q = _largest_code(bits)
     rows = _rows(values.detach().to(torch.float32), group)

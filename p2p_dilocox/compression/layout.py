@@ -2,8 +2,8 @@
 
 Phase "p": for every low-rank matrix the r rows of P^T, each padded with zeros to whole groups so that a group
 of codes never mixes two directions (which would drown the weak one in the rounding of the strong one); then
-all dense tensors. Phase "q": the rows of Q^T, padded alike. With lowrank 0 everything is dense and "q" is
-empty.
+all dense tensors. Phase "q": the rows of Q^T, padded alike.
+With lowrank 0 everything is dense and "q" is empty.
 
 Tensors lie in the order of their names, so clusters agree however they built their dictionaries.
 """

@@ -48,8 +48,8 @@ def load_tokens(spec: RunSpec, cache_dir: Path) -> Corpus:
 
     Several processes may call this at the same instant: each writes a directory of its own and renames it,
     the first one stays. (They all do the work then: one call before they start is faster.)
-    Raises DataError: no such file, nothing of the right kind, bad UTF-8, no tokenizer, less data than one
-    batch."""
+    Raises DataError: no such file, nothing of the right kind, bad
+    UTF-8, no tokenizer, less data than one batch."""
     vocab_size = vocabulary_size(spec.data.tokenizer)
     directory = cache_dir / _content_hash(spec.data)
     try:
@@ -137,8 +137,8 @@ def _build(data: Data, vocab_size: int, directory: Path) -> None:
 
 
 def _token_ids(data: Data, dtype: TokenType) -> Iterator[Tokens]:
-    """All token ids in order, in arrays of any length; documents end with the end-of-text token if there is
-    one."""
+    """All token ids in order, in arrays of any length; documents
+    end with the end-of-text token if there is one."""
     file = tokenizer_dir(data.tokenizer) / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -218,8 +218,8 @@ def _blocks(arrays: Iterable[Tokens], length: int) -> Iterator[Tokens]:
 
 
 class _NpyFile:
-    """A one-dimensional .npy file whose length is known only at the end. numpy leaves room in the header to
-    grow."""
+    """A one-dimensional .npy file whose length is known only at
+    the end. numpy leaves room in the header to grow."""
 
     def __init__(self, file: BinaryIO, dtype: TokenType) -> None:
         self.file, self.dtype, self.length = file, dtype, 0

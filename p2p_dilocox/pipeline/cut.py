@@ -28,8 +28,8 @@ _UNUSED_DROPOUTS = ("summary_", "classifier_")
 def config_from_spec(model: Model) -> PretrainedConfig:
     """The Hugging Face config of the run's model. Raises ModelError.
 
-    Dropout is refused: each stage draws from its own random stream, so a cut model would differ from the
-    whole one.
+    Dropout is refused: each stage draws from its own random
+    stream, so a cut model would differ from the whole one.
     """
     config = load_model_config(model)
     dropouts = {
@@ -118,8 +118,8 @@ def build_span(
 ) -> Span:
     """Stages first_stage to last_stage (included) with their initial parameters, float32 on `device`.
 
-    cuts: what `cut_layers` returned. The whole model exists on the meta device only. Raises ModelError,
-    SpecError.
+    cuts: what `cut_layers` returned. The whole model exists on
+    the meta device only. Raises ModelError, SpecError.
     """
     skeleton = read_skeleton(config)
     num_parameters, embedding_names = skeleton.num_parameters, skeleton.embedding_names()
@@ -162,8 +162,8 @@ def build_span(
 
 
 def _drop_other_stages(skeleton: Skeleton, here: range, is_first: bool, is_last: bool) -> Entry | None:
-    """Replace what other stages hold, also layers outside `here`. Returns where activations enter the
-    span."""
+    """Replace what other stages hold, also layers outside
+    `here`. Returns where activations enter the span."""
     model, layers = skeleton.model, skeleton.layer_list()
     for index, layer in enumerate(layers):
         if index not in here:

@@ -20,8 +20,8 @@ def fill_(module: nn.Module, name: str, model: PreTrainedModel, *, seed: int, de
     """Give a module on the meta device its tensors, with the values `model`'s class prescribes. In place.
 
     name: of `module` in the whole model, "" for the model itself. Parameters become float32 on `device`.
-    torch's global random state is the same afterwards. Raises ModelError if the class leaves a tensor without
-    values.
+    torch's global random state is the same afterwards. Raises
+    ModelError if the class leaves a tensor without values.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         _fill(module, name, model, seed, device)

@@ -53,8 +53,8 @@ def over_ranks(
 ) -> Microbatches:
     """This rank's part of a pipeline over the default process group. Averages gradients over microbatches.
 
-    schedule: a name in SCHEDULES. It may be used for one shape of inputs only, and all ranks must call it
-    together.
+    schedule: a name in SCHEDULES. It may be used for one shape of
+    inputs only, and all ranks must call it together.
     """
     if training and schedule == "1f1b" and microbatches < num_ranks:
         raise SpecError(

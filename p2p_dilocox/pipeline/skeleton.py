@@ -42,8 +42,8 @@ class Skeleton:
         return sum(p.numel() for p in self.model.parameters())
 
     def costs(self) -> list[int]:
-        """Parameters that each layer brings to a rank; the first has embeddings on top, the last norm and
-        head.
+        """Parameters that each layer brings to a rank; the first
+        has embeddings on top, the last norm and head.
 
         A tied tensor counts at both ends: the last stage holds and computes with a copy of it.
         """

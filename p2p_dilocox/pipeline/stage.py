@@ -83,8 +83,8 @@ class Pipeline:
         """Scale the gradients so that the norm of the whole model's gradient is at most inner.clip_norm.
 
         extra: as many numbers on every rank; they are summed in the same all-reduce. If the norm is not
-        finite all ranks drop their gradients: an inner optimizer then leaves parameters and moments as they
-        are.
+        finite all ranks drop their gradients: an inner optimizer
+        then leaves parameters and moments as they are.
         """
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norms = torch.stack(torch._foreach_norm(grads)).double()
@@ -120,8 +120,8 @@ class Pipeline:
         return self._sum(total[None])[0] / sequences
 
     def sync_tied_(self) -> None:
-        """After parameters were overwritten: the copy of a tied embedding becomes the owner's, bit for
-        bit."""
+        """After parameters were overwritten: the copy of a tied
+        embedding becomes the owner's, bit for bit."""
         if self._tied:
             with self._answered("sending the tied embedding"):
                 self._tied.sync_()

@@ -22,8 +22,8 @@ class TiedEnd:
         self.owns = owns
 
     def sum_grads_(self) -> None:
-        """Both gradients become their sum. a + b equals b + a in floating point, so both holders agree in
-        bits."""
+        """Both gradients become their sum. a + b equals b + a in
+        floating point, so both holders agree in bits."""
         grad = self.parameter.grad
         if grad is None:
             grad = self.parameter.grad = torch.zeros_like(self.parameter)

@@ -1,5 +1,5 @@
-"""Keys of a cluster, of an organiser and of a libp2p peer: made once, kept in files that only their owner
-can read."""
+"""Keys of a cluster, of an organiser and of a libp2p peer: made
+once, kept in files that only their owner can read."""
 
 import base64
 import hashlib
@@ -56,8 +56,8 @@ class SigningKey:
 
 
 def cluster_id_of(public: bytes) -> str:
-    """16 characters [a-z2-7] that name the holder of a public key: base32 of the first 10 bytes of its
-    sha256."""
+    """16 characters [a-z2-7] that name the holder of a public
+    key: base32 of the first 10 bytes of its sha256."""
     return base64.b32encode(hashlib.sha256(public).digest()[:10]).decode().lower()
 
 

@@ -16,8 +16,8 @@ _GOOD_LINK = "dilocox://my-run?key=<43 characters>&peer=/ip4/203.0.113.5/tcp/313
 
 @dataclass(frozen=True)
 class JoinLink:
-    """`organiser`: the 32-byte ed25519 public key that signed the run spec. `peers`: full multiaddresses,
-    any suffices."""
+    """`organiser`: the 32-byte ed25519 public key that signed the run
+    spec. `peers`: full multiaddresses, any suffices."""
 
     run_id: str
     organiser: bytes

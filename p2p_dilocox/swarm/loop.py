@@ -11,8 +11,8 @@ _T = TypeVar("_T")
 
 
 class NetworkThread:
-    """Runs until `close`. p2pd is started from here and dies with this thread, so it must live as long as
-    the node."""
+    """Runs until `close`. p2pd is started from here and dies with
+    this thread, so it must live as long as the node."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -20,8 +20,8 @@ class NetworkThread:
         self._thread.start()
 
     def call(self, body: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-        """Run `body` in the loop and wait for its result. Raises TimeoutError, after cancelling it, if it
-        takes longer."""
+        """Run `body` in the loop and wait for its result. Raises
+        TimeoutError, after cancelling it, if it takes longer."""
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(body, timeout_s), self.loop)
         return future.result(timeout_s + 5.0)
 

@@ -57,8 +57,8 @@ Ranks = Annotated[list[RankAddress], msgspec.Meta(min_length=1, max_length=512)]
 
 
 class Presence(Message, frozen=True, kw_only=True):
-    """A cluster's heartbeat. `t`: last outer step it took; `h`: inner steps since. `state`: joining,
-    training, left."""
+    """A cluster's heartbeat. `t`: last outer step it took; `h`:
+    inner steps since. `state`: joining, training, left."""
 
     cluster_id: ClusterId
     name: Name
@@ -149,8 +149,8 @@ class Votes(Message, frozen=True, kw_only=True):
 
 
 class StageDone(Message, frozen=True, kw_only=True):
-    """A rank tells its lead the digests of its stages' averages in (t, attempt); "" and a reason if it has
-    none."""
+    """A rank tells its lead the digests of its stages' averages in
+    (t, attempt); "" and a reason if it has none."""
 
     t: Count
     attempt: Count
@@ -167,8 +167,8 @@ class Decision(Message, frozen=True, kw_only=True):
 
 
 class Part(Message, frozen=True, kw_only=True):
-    """One encoded chunk of a stage's vector in the round that `call` (digest of its member list) stands
-    for."""
+    """One encoded chunk of a stage's vector in the round that
+    `call` (digest of its member list) stands for."""
 
     t: Count
     attempt: Count
@@ -185,8 +185,8 @@ class Chunk(Message, frozen=True, kw_only=True):
 
 
 class Result(Message, frozen=True, kw_only=True):
-    """A committed round, as its members tell it to clusters that were not in it. `digest`: over all
-    stages."""
+    """A committed round, as its members tell it to clusters
+    that were not in it. `digest`: over all stages."""
 
     t: Count
     parent: Digest
@@ -195,8 +195,8 @@ class Result(Message, frozen=True, kw_only=True):
 
 
 class Follow(Message, frozen=True, kw_only=True):
-    """How to catch up with rounds we were not in: their results in order, and the ranks to fetch the
-    averages from.
+    """How to catch up with rounds we were not in: their results in
+    order, and the ranks to fetch the averages from.
 
     `found` with no results: the others dropped the round too. Neither `found` nor `failed`: not known yet.
     """
@@ -212,8 +212,8 @@ class Standing(Message, frozen=True, kw_only=True):
     inner steps
     are done since the last boundary.
 
-    `members`: of the last committed round. `in_flight`: the outer step of the round on the wire, 0 if there
-    is none.
+    `members`: of the last committed round. `in_flight`: the outer
+    step of the round on the wire, 0 if there is none.
     """
 
     cluster_id: ClusterId
@@ -250,8 +250,8 @@ def seal(key: SigningKey, run_id: str, message: Message) -> bytes:
 
 
 def open_sealed(data: bytes, run_id: str, kind: type[M]) -> M:
-    """The message inside. Raises NotTrustedError unless the key that signed it is the cluster it speaks
-    for."""
+    """The message inside. Raises NotTrustedError unless the key
+    that signed it is the cluster it speaks for."""
     sealed = unpack(data, Sealed)
     if not is_signed_by(sealed.key, sealed.signature, _signed_part(kind, run_id, sealed.payload)):
         raise NotTrustedError(f"{kind.__name__} with a wrong signature")

@@ -59,8 +59,8 @@ class Node:
         initial_peers: full multiaddresses, dialled all at once; dead ones are skipped. If all are dead this
         raises
             UnreachableError rather than start a swarm of one.
-        host_maddrs: where to listen; nothing for client_mode. announce_maddrs: what to tell others instead
-        of it.
+        host_maddrs: where to listen; nothing for client_mode.
+        announce_maddrs: what to tell others instead of it.
         Raises LinkError if the addresses cannot be listened on.
         """
         sockets = make_socket_dir()
@@ -139,8 +139,8 @@ class Node:
         )
 
     async def clusters(self) -> dict[str, Presence]:
-        """The clusters that were heard of in the last PRESENCE_LIFE_S seconds, by id; those that left are
-        not in it."""
+        """The clusters that were heard of in the last PRESENCE_LIFE_S
+        seconds, by id; those that left are not in it."""
         try:
             found = await asyncio.wait_for(self.dht.get(clusters_key(self.run_id), latest=True), _DHT_S)
         except TimeoutError:
@@ -210,8 +210,8 @@ def _last_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _children_die_with_us() -> Iterator[None]:
-    """hivemind starts p2pd by asyncio and has no hook for it: without this p2pd outlives a killed rank
-    (measured)."""
+    """hivemind starts p2pd by asyncio and has no hook for it:
+    without this p2pd outlives a killed rank (measured)."""
     start = asyncio.subprocess.create_subprocess_exec
     asyncio.subprocess.create_subprocess_exec = partial(start, preexec_fn=die_with_parent)
     try:

@@ -14,8 +14,8 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: dlopen in a
 
 
 def die_with_parent() -> None:
-    """Ask Linux to SIGKILL this process when the thread that started it ends. Safe in a forked child before
-    exec.
+    """Ask Linux to SIGKILL this process when the thread that
+    started it ends. Safe in a forked child before exec.
 
     The setting survives exec. It does nothing where prctl does not exist.
     """
@@ -26,7 +26,7 @@ def die_with_parent() -> None:
 
 
 def make_socket_dir() -> Path:
-    """A directory of this process for its sockets to p2pd; short, as a socket's path has 107 bytes at most."""
+    """A directory of this process for its sockets to p2pd; short, since a socket's path has 107 bytes."""
     return Path(tempfile.mkdtemp(prefix=f"dilocox-{os.getpid()}-"))
 
 

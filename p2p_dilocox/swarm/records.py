@@ -1,5 +1,5 @@
-"""Which records the DHT of a run stores: the run spec signed by the organiser and heartbeats signed by their
-cluster.
+"""Which records the DHT of a run stores: the run spec signed by
+the organiser and heartbeats signed by their cluster.
 
 hivemind's own validators let a stranger replace a dictionary by a plain value with a later expiry, and keep
 records
@@ -25,8 +25,8 @@ _NO_SUBKEY = MSGPackSerializer.dumps(None)  # how hivemind marks a plain value
 
 
 class RunRecords(RecordValidatorBase):
-    """Refuses every record that is not part of the run. Used by all nodes, so a bad record does not
-    spread."""
+    """Refuses every record that is not part of the run. Used by
+    all nodes, so a bad record does not spread."""
 
     def __init__(self, run_id: str, organiser: bytes) -> None:
         self._run_id = run_id

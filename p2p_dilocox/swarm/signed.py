@@ -22,8 +22,8 @@ class SignedRun(Message, frozen=True, kw_only=True):
     signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
     def verify(self, organiser: bytes) -> str:
-        """The text of run.toml, or NotTrustedError if the holder of `organiser` (ed25519 public key) did not
-        sign it."""
+        """The text of run.toml, or NotTrustedError if the holder of
+        `organiser` (ed25519 public key) did not sign it."""
         if not is_signed_by(organiser, self.signature, _signed_part(self.run_id, self.text)):
             raise NotTrustedError(
                 f"the run spec of {self.run_id!r} is not signed by the key in the join link. "

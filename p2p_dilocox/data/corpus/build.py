@@ -27,8 +27,8 @@ VOCABULARY = 2048
 
 
 def data_archive(package: bytes) -> tarfile.TarFile:
-    """data.tar of a Debian package, which is an `ar` archive: 60-byte headers, members padded to even
-    lengths."""
+    """data.tar of a Debian package, which is an `ar` archive:
+    60-byte headers, members padded to even lengths."""
     position = len(b"!<arch>\n")
     while position < len(package):
         header = package[position : position + 60]
