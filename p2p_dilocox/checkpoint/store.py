@@ -21,12 +21,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from p2p_dilocox.errors import StateError
-from p2p_dilocox.events import Checkpointed
+from p2p_dilocox.events import Checkpointed, Warned
 from p2p_dilocox.trainer import Rank
 
-__all__ = ["CheckpointStore", "Saved", "anchors", "newest"]
+__all__ = ["CheckpointStore", "Saved", "anchors", "load_rank", "newest"]
 
 _OUTER = ("anchor", "momentum", "residual", "base", "basis")
+_PARTIAL = ".partial-"
 _STEP = re.compile(r"step-(\d{1,9})")
 
 
@@ -47,27 +48,50 @@ class CheckpointStore:
         self.directory, self._spec_digest, self._keep = directory, spec_digest, keep
 
     def save(self, rank: Rank) -> None:
-        """Write this rank's file; rank 0 completes the step once all
-        files are there. A full disk is an event, not an end."""
+        """Write this rank's file; rank 0 completes the step once all files are there.
+
+        If one cannot be written, the disk is full say, the step is not kept, the earlier ones stay, and
+        training goes on with a warning.
+        """
         started = time.monotonic()
-        step = self.directory / f"step-{rank.outer.t}"
-        partial = self.directory / f".partial-{rank.outer.t}"
-        partial.mkdir(parents=True, exist_ok=True)
+        partial = self.directory / f"{_PARTIAL}{rank.outer.t}"
         name = f"rank{rank.index}.safetensors"
         content = save(_tensors(rank))
-        _write_synced(partial / name, content)
-        digests = rank.pipeline.gather(json.dumps({name: hashlib.sha256(content).hexdigest()}).encode())
-        if rank.index == 0:
-            files = {k: v for digest in digests for k, v in json.loads(digest).items()}
-            manifest = {"spec": self._spec_digest, "files": files, "place": _place(rank)}
-            _write_synced(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
-            if step.exists():
-                shutil.rmtree(step)
-            partial.rename(step)
-            for old in _steps(self.directory)[self._keep :]:
-                shutil.rmtree(old, ignore_errors=True)
-            seconds = time.monotonic() - started
-            rank.report(Checkpointed(rank=rank.index, t=rank.outer.t, path=str(step), seconds=seconds))
+        digest = ""
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            _write_synced(partial / name, content)
+            digest = hashlib.sha256(content).hexdigest()
+        except OSError as error:
+            self._warn(rank, error)
+        everywhere = rank.pipeline.gather(json.dumps([name, digest]).encode())
+        if rank.index != 0:
+            return
+        files = dict(json.loads(answer) for answer in everywhere)
+        try:
+            if all(files.values()):
+                step = self._complete(rank, partial, files)
+                seconds = time.monotonic() - started
+                rank.report(Checkpointed(rank=0, t=rank.outer.t, path=str(step), seconds=seconds))
+        except OSError as error:
+            self._warn(rank, error)
+        for leftover in self.directory.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _complete(self, rank: Rank, partial: Path, files: dict[str, str]) -> Path:
+        manifest = {"spec": self._spec_digest, "files": files, "place": _place(rank)}
+        _write_synced(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
+        step = self.directory / f"step-{rank.outer.t}"
+        if step.exists():
+            shutil.rmtree(step)
+        partial.rename(step)
+        for old in _steps(self.directory)[self._keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+        return step
+
+    def _warn(self, rank: Rank, error: OSError) -> None:
+        message = f"no checkpoint of outer step {rank.outer.t}: {error.strerror} ({self.directory})"
+        rank.report(Warned(rank=rank.index, message=message))
 
 
 def newest(directory: Path, spec_digest: str) -> Saved | None:

@@ -1,5 +1,6 @@
 """Whole clusters through the code that a rank runs, in this process: exact algebra, late joiners, resume."""
 
+import errno
 import json
 import threading
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from p2p_dilocox.checkpoint.store import newest
 from p2p_dilocox.data import Batches, load_tokens
-from p2p_dilocox.events import Event, Finished, InnerStep, Phase, RoundCommitted
+from p2p_dilocox.events import Event, Finished, InnerStep, Phase, RoundCommitted, Warned
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.invariants import check_history, read_history
 from p2p_dilocox.outer import OuterState
@@ -18,6 +20,7 @@ from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_lay
 from p2p_dilocox.runspec import parse_run, total_inner_steps
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.link import JoinLink
+from p2p_dilocox.swarm.signed import spec_digest
 
 from .conftest import Swarm
 
@@ -226,3 +229,33 @@ def test_a_resumed_cluster_repeats_the_losses_it_would_have_had(
     losses = peer.losses()
     repeated = {place: loss for place, loss in again.losses().items() if losses[place] != loss}
     assert again.losses() and not repeated
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_a_full_disk_does_not_end_the_training(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field reports E2, E3."""
+    text = run_text("dilocox", outer_steps=6, more="[compression]\nlowrank = 8\n")
+    peer = join(swarm(text), "alone")
+    assert peer.finish().reason == "complete"
+    spec = spec_digest(text)
+    steps = peer.state / "checkpoints"
+    kept = sorted(step.name for step in steps.iterdir())
+    assert kept == ["step-4", "step-6"]  # the two newest, and nothing half-written
+    damaged = steps / "step-6" / "rank0.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    found = newest(steps, spec)
+    assert found is not None and found.path.name == "step-4"
+    assert newest(steps, "0" * 64) is None  # of another run
+
+    def full(path: Path, _content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("p2p_dilocox.checkpoint.store._write_synced", full)
+    again = join(swarm(text), "alone")
+    assert again.finish().reason == "complete"
+    warnings = [e.message for e in again.events if isinstance(e, Warned)]
+    assert any("No space left on device" in w for w in warnings)
+    assert sorted(step.name for step in steps.iterdir()) == kept
