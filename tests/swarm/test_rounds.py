@@ -119,3 +119,18 @@ def test_bytes_on_the_wire_are_what_the_codec_predicts(swarm: MakeSwarm, bits: i
     for cluster in clusters:
         (outcome,) = cluster.land()
         assert coded <= outcome.sent_bytes <= 1.1 * coded  # 2 (D - 1) / D = 1 for two clusters
+
+
+@pytest.mark.parametrize("more", [LOSSLESS, "[compression]\nlowrank = 8\n"], ids=["lossless", "lowrank-int4"])
+def test_two_identical_clusters_equal_one(swarm: MakeSwarm, more: str) -> None:
+    """Field report C6. Encoding what was decoded is exact, so this holds bit for bit under int4 as well."""
+    alone = swarm(spec_text(more=more)).join()
+    net = swarm(spec_text(min_clusters=2, more=more))
+    twins = [net.join(), net.join([[0], [1]])]
+    for t in range(1, 4):
+        for cluster in (alone, *twins):
+            cluster.contribute(t, deltas(t))
+        for cluster in (alone, *twins):
+            for outcome in cluster.land():
+                assert len(outcome.steps[0].members) == (1 if cluster is alone else 2)
+        assert twins[0].digests() == twins[1].digests() == alone.digests()
