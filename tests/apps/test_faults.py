@@ -1,0 +1,95 @@
+"""Clusters that are killed or frozen while they train: real processes, histories checked at the end."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from p2p_dilocox.invariants import Line, check_history, read_history
+from .conftest import LOOPBACK, RUN, Program
+
+Start = Callable[..., Program]
+
+
+@pytest.fixture
+def link(start: Start, tmp_path: Path) -> str:
+    text = RUN.format(outer_steps=40, H=6).replace("round_s = 20.0", "round_s = 8.0")
+    (tmp_path / "run.toml").write_text(text.replace("outer_steps", "min_clusters = 3\nouter_steps"))
+    serve = start(
+        "dilocox-bootstrap",
+        "serve",
+        "--run",
+        tmp_path / "run.toml",
+        "--state-dir",
+        tmp_path / "boot",
+        "--listen",
+        LOOPBACK,
+    )
+    return serve.read_until("dilocox://")
+
+
+def join(start: Start, link: str, state: Path) -> Program:
+    return start(
+        "dilocox-peer",
+        "join",
+        link,
+        "--devices",
+        "cpu:1",
+        "--threads",
+        "1",
+        "--state-dir",
+        state,
+        "--listen",
+        LOOPBACK,
+    )
+
+
+def history_of(*states: Path) -> list[Line]:
+    return read_history(path for state in states for path in sorted((state / "history").glob("*.jsonl")))
+
+
+def committed(state: Path) -> dict[int, set[int]]:
+    """Outer step -> how many clusters were in it."""
+    found: dict[int, set[int]] = {}
+    for line in history_of(state):
+        if line["decision"] == "committed":
+            found.setdefault(line["t"], set()).add(len(line["members"]))
+    return found
+
+
+def test_survivors_finish_the_run_when_a_cluster_is_killed(start: Start, link: str, tmp_path: Path) -> None:
+    """R2: kill -9 of a whole cluster. The others go on as two, nobody waits for the ghost in later steps."""
+    states = [tmp_path / name for name in ("a", "b", "c")]
+    clusters = [join(start, link, state) for state in states]
+    clusters[2].read_until("outer 3 committed")
+    for pid in [*clusters[2].descendants(), clusters[2].process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    for cluster in clusters[:2]:
+        assert cluster.wait(150) == 0, cluster.output
+    assert check_history(history_of(*states)) == []
+    sizes = committed(states[0])
+    assert max(sizes) == 40
+    assert sizes[3] == {3}
+    assert sizes[40] == {2}
+
+
+def test_a_frozen_cluster_is_left_out_and_comes_back_with_the_same_history(
+    start: Start, link: str, tmp_path: Path
+) -> None:
+    """R5: SIGSTOP with its sockets open. After SIGCONT it changes no finished round, and completes the run."""
+    states = [tmp_path / name for name in ("a", "b", "c")]
+    clusters = [join(start, link, state) for state in states]
+    clusters[2].read_until("outer 3 committed")
+    frozen = [*clusters[2].descendants(), clusters[2].process.pid]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    clusters[0].read_until(" 2 clusters")
+    clusters[0].read_until(" 2 clusters")
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    for cluster in clusters:
+        assert cluster.wait(150) == 0, cluster.output
+    assert check_history(history_of(*states)) == []
+    assert max(committed(states[0])) == 40
