@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2p_dilocox.invariants import Line, check_history, read_history
+
 from .conftest import LOOPBACK, RUN, Program
 
 Start = Callable[..., Program]
@@ -78,7 +79,7 @@ def test_survivors_finish_the_run_when_a_cluster_is_killed(start: Start, link: s
 def test_a_frozen_cluster_is_left_out_and_comes_back_with_the_same_history(
     start: Start, link: str, tmp_path: Path
 ) -> None:
-    """R5: SIGSTOP with its sockets open. After SIGCONT it changes no finished round, and completes the run."""
+    """R5: SIGSTOP, sockets open. After SIGCONT it changes no finished round and completes the run."""
     states = [tmp_path / name for name in ("a", "b", "c")]
     clusters = [join(start, link, state) for state in states]
     clusters[2].read_until("outer 3 committed")
