@@ -2,10 +2,10 @@
 
     python benchmarks/round.py [--clusters 2 4] [--side 1024] [--rounds 7] [--json]
 
-Every cluster has four matrices [side, side] and a vector. "ours" is a whole round of the recipe `dilocox`: roll call,
-both phases, votes, decoding, error feedback. "empty" is the same with almost nothing to average: what agreeing costs.
-"hivemind fp16" is DecentralizedAverager.step with an exact target group size. Seconds are medians over rounds of the
-slowest cluster; all clusters share this machine's cores, so compare columns, not machines.
+Every cluster has four matrices [side, side] and a vector. "ours" is a whole round of the recipe `dilocox`:
+roll call, both phases, votes, decoding, error feedback. "empty" is the same with almost nothing to average:
+what agreeing costs. "hivemind fp16" is DecentralizedAverager.step with an exact target group size. Seconds
+are medians over rounds of the slowest cluster. All share this machine's cores: compare columns, not machines.
 """
 
 import argparse
@@ -189,12 +189,13 @@ async def host(kind: str, clusters: int, side: int, rounds: int) -> list[list[di
             if child.returncode is None:
                 child.kill()
         await node.close()
-    return [json.loads(out) for out, _ in outputs]
+    figures: list[list[dict[str, float]]] = [json.loads(out) for out, _ in outputs]
+    return figures
 
 
 def median_of_slowest(figures: list[list[dict[str, float]]], what: str) -> float:
     by_round = list(zip(*figures, strict=True))[1:]  # the first round waits for the last cluster to start
-    return statistics.median(max(cluster[what] for cluster in each) for each in by_round)
+    return float(statistics.median(max(cluster[what] for cluster in each) for each in by_round))
 
 
 def main() -> None:

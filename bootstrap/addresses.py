@@ -4,9 +4,8 @@ import ipaddress
 import re
 from collections.abc import Sequence
 
-from p2p_dilocox.errors import LinkError
 from p2p_dilocox.ports import check_port
-from p2p_dilocox.swarm.link import check_maddr, is_loopback
+from p2p_dilocox.swarm.maddr import check_maddr, is_loopback
 
 __all__ = ["DEFAULT_LISTEN", "check_addresses", "linkable", "reach_warning"]
 
@@ -19,8 +18,6 @@ def check_addresses(listen: Sequence[str], announce: Sequence[str]) -> None:
     """Raises LinkError for a bad address, for port 0 in `announce` and for a port that cannot be taken."""
     for maddr in announce:
         check_maddr(maddr, announce=True)
-        if "/p2p/" in maddr:
-            raise LinkError(f"address {maddr!r}: leave out /p2p/..., the node adds its own peer id.")
     for maddr in listen:
         check_port(check_maddr(maddr))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from p2p_dilocox.program import Program
+from p2p_dilocox.program import DirectoryName, Program
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
@@ -21,7 +21,7 @@ def main(verbose: bool) -> None:
 @click.option(
     "--state-dir",
     required=True,
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DirectoryName(),
     help="Keys, spec and join link.",
 )
 @click.option(

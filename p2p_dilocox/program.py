@@ -1,13 +1,14 @@
 """What both command line programs share: how an error ends, and how text of strangers is shown."""
 
 import traceback
+from pathlib import Path
 from typing import Any
 
 import click
 
 from p2p_dilocox.errors import DilocoxError
 
-__all__ = ["Program", "printable"]
+__all__ = ["DirectoryName", "Program", "printable"]
 
 
 class Program(click.Group):
@@ -31,6 +32,16 @@ class Program(click.Group):
             ctx.exit(DilocoxError.exit_code)
         except KeyboardInterrupt:
             ctx.exit(130)
+
+
+class DirectoryName(click.Path):
+    """A directory that may be there or not; "" is not the current one but an unset variable in a script."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, file_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(value, param, ctx) if value else self.fail("the name is empty.", param, ctx)
 
 
 def printable(text: str, limit: int = 200) -> str:

@@ -94,6 +94,9 @@ def train(spec: RunSpec, rank: Rank) -> bool:
     except Leave as leave:
         if rank.pending and not leave.now:
             land(spec, rank)
+        elif rank.pending:
+            rank.pending = None
+            outer.keep_undelivered()
         return False
     if rank.pending:  # the last average is applied, not lost
         land(spec, rank)

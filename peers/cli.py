@@ -5,11 +5,11 @@ from pathlib import Path
 
 import click
 
-from p2p_dilocox.program import Program
+from p2p_dilocox.program import DirectoryName, Program
 
 # Commands import what they need when they run: torch and hivemind take seconds, --help should not.
 
-STATE_DIR = click.Path(path_type=Path, file_okay=False)
+STATE_DIR = DirectoryName()
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})

@@ -4,9 +4,19 @@ import re
 
 from p2p_dilocox.errors import SpecError
 
-__all__ = ["parse_devices"]
+__all__ = ["check_form", "parse_devices"]
 
 _FORMS = "Give cpu:2 (two processes), cuda:0,1 (one per GPU) or auto."
+
+
+_CPUS = re.compile(r"cpu(?::([0-9]{1,4}))?")
+_GPUS = re.compile(r"cuda:([0-9]{1,4}(?:,[0-9]{1,4})*)")
+
+
+def check_form(text: str) -> None:
+    """Raises SpecError if `text` means no devices on any machine. Loads nothing."""
+    if text != "auto" and not _CPUS.fullmatch(text) and not _GPUS.fullmatch(text):
+        raise SpecError(f"devices = {text!r} is not a list of devices. {_FORMS}")
 
 
 def parse_devices(text: str, stages: int) -> tuple[str, ...]:
@@ -15,16 +25,15 @@ def parse_devices(text: str, stages: int) -> tuple[str, ...]:
     stages: of the run; a rank holds one or more whole stages, so there can be no more ranks.
     Raises SpecError that names the value and the limit.
     """
+    check_form(text)
     if text == "auto":
         gpus = min(_num_gpus(), stages)
         return tuple(f"cuda:{i}" for i in range(gpus)) or ("cpu",)
-    if match := re.fullmatch(r"cpu(?::([0-9]{1,4}))?", text):
+    if match := _CPUS.fullmatch(text):
         devices = ["cpu"] * int(match[1] or 1)
-    elif match := re.fullmatch(r"cuda:([0-9]{1,4}(?:,[0-9]{1,4})*)", text):
-        devices = [f"cuda:{int(index)}" for index in match[1].split(",")]
-        _check_gpus(text, devices)
     else:
-        raise SpecError(f"devices = {text!r} is not a list of devices. {_FORMS}")
+        devices = [f"cuda:{int(index)}" for index in text.removeprefix("cuda:").split(",")]
+        _check_gpus(text, devices)
     if not 1 <= len(devices) <= stages:
         raise SpecError(
             f"devices = {text!r} means {len(devices)} processes; this run has {stages} stages, "

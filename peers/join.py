@@ -1,25 +1,21 @@
 """Join a run: fetch and check its spec, prepare the state directory, and hand over to the supervisor."""
 
-import asyncio
 import os
 import re
-import secrets
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from p2p_dilocox.errors import LinkError, SpecError, StateError, UnreachableError
+from p2p_dilocox.errors import LinkError, SpecError, StateError
 from p2p_dilocox.ports import check_port, shift_port
 from p2p_dilocox.runspec import RunSpec, parse_run
 from p2p_dilocox.state_dir import locked_state_dir, write_atomic
-from p2p_dilocox.swarm.identity import SigningKey
-from p2p_dilocox.swarm.link import JoinLink, check_maddr
-from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.link import JoinLink
+from p2p_dilocox.swarm.maddr import check_maddr
 
-from .devices import parse_devices
+from .devices import check_form, parse_devices
 from .display import Display, LiveDisplay, PlainDisplay
 from .profile import Profile, load_profile
 from .progress import Progress
@@ -28,7 +24,6 @@ from .view import ClusterView, console
 
 __all__ = ["JoinOptions", "join_run", "read_link"]
 
-_FETCH_S = 30.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 
 
@@ -64,21 +59,28 @@ def join_run(options: JoinOptions) -> int:
     0: complete or left; 128 + n: signal n. Raises DilocoxError otherwise, see errors.py.
     """
     link = options.link
-    profile = load_profile(options.profile) if options.profile else Profile()
-    listen = check_maddr(options.listen or profile.listen)
-    announce = options.announce or profile.announce
+    profile = load_profile(options.profile) if options.profile is not None else Profile()
+    listen = profile.listen if options.listen is None else options.listen
+    announce = profile.announce if options.announce is None else options.announce
+    wanted_devices = profile.devices if options.devices is None else options.devices
+    check_port(check_maddr(listen))
     if announce is not None:
         check_maddr(announce, announce=True)
+    check_form(wanted_devices)
     if options.name is not None and not _NAME.fullmatch(options.name):
         raise SpecError(f"name {options.name!r}: must be 1 to 32 of letters, digits, '.', '_' and '-'.")
     with locked_state_dir(options.state_dir or Path.home() / ".dilocox" / link.run_id) as state:
+        # These load hivemind, which takes seconds. A mistake above shows before.
+        from p2p_dilocox.swarm.identity import SigningKey
+
+        from .visit import fetch_spec
+
         key = SigningKey.load_or_create(state / "cluster.key")
-        text = asyncio.run(_fetch(link))
+        text = fetch_spec(link)
         spec = _keep_spec(state, text, link)
-        devices = parse_devices(options.devices or profile.devices, spec.model.stages)
+        devices = parse_devices(wanted_devices, spec.model.stages)
         threads = options.threads or profile.threads or max(1, _cores() // len(devices))
         name = options.name or f"cluster-{key.cluster_id[:6]}"
-        rendezvous = _fresh_rendezvous(state)
         workers: list[dict[str, Any]] = [
             {
                 "rank": rank,
@@ -87,7 +89,6 @@ def join_run(options: JoinOptions) -> int:
                 "threads": threads,
                 "state_dir": str(state),
                 "link": str(link),
-                "rendezvous": f"file://{rendezvous}",
                 "run_text": text,
                 "name": name,
                 "listen": shift_port(listen, rank),
@@ -111,48 +112,13 @@ def join_run(options: JoinOptions) -> int:
                 f"cluster {name} {key.cluster_id} in run {link.run_id}: "
                 f"{', '.join(devices)}; state in {state}"
             )
-            leave_s = (
-                2 * spec.deadlines.round_s
-            )  # the round in flight, and as long again for the inner step and the save
+            # The round in flight, and as long again for the inner step and the save.
+            leave_s = 2 * spec.deadlines.round_s
             outcome = Supervisor(state, workers, progress, display, leave_s=leave_s).run()
         finally:
             display.close()
-            rendezvous.unlink(missing_ok=True)
         click.echo(f"{outcome.reason} at outer step {max(progress.rounds, default=0)}")
         return outcome.exit_code
-
-
-async def _fetch(link: JoinLink) -> str:
-    """The run's spec as text, signed by the organiser of the link. A client only: nothing listens yet."""
-    task = asyncio.current_task()
-    terminated = False
-
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
-        if task is not None:
-            task.cancel()
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-    try:
-        return await asyncio.wait_for(_fetch_spec(link), _FETCH_S)
-    except TimeoutError as error:
-        raise UnreachableError(f"no run spec from the peers of the link within {_FETCH_S:.0f} s.") from error
-    except asyncio.CancelledError:
-        if terminated:
-            raise SystemExit(128 + signal.SIGTERM) from None
-        raise
-
-
-async def _fetch_spec(link: JoinLink) -> str:
-    node = await Node.start(
-        run_id=link.run_id, organiser=link.organiser, initial_peers=link.peers, client_mode=True
-    )
-    try:
-        signed = await node.fetch_run()
-    finally:
-        await node.close()
-    return signed.verify(link.organiser)
 
 
 def _keep_spec(state: Path, text: str, link: JoinLink) -> RunSpec:
@@ -170,13 +136,6 @@ def _keep_spec(state: Path, text: str, link: JoinLink) -> RunSpec:
         )
     write_atomic(kept, text)
     return spec
-
-
-def _fresh_rendezvous(state: Path) -> Path:
-    """A file that does not exist: torch's file store reads what an earlier start left in an old one."""
-    for old in state.glob("rendezvous-*"):
-        old.unlink(missing_ok=True)
-    return state / f"rendezvous-{secrets.token_hex(8)}"
 
 
 def _cores() -> int:

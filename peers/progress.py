@@ -79,6 +79,8 @@ class Progress:
     _losses_of_step: list[float] = field(default_factory=list)
     _rates: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_WINDOW))
     _waited: dict[int, float] = field(default_factory=dict)
+    _before_restart: set[int] = field(default_factory=set)
+    """Rounds that the ranks may take again, as they go on from a checkpoint."""
     _start: float | None = None
     _end: float = 0.0
 
@@ -86,6 +88,8 @@ class Progress:
         """Take one event. Returns the totals of a round when its last rank has reported the commit."""
         match event:
             case Phase() if event.rank == 0:
+                if event.name == "restarting":
+                    self._forget_unfinished()
                 self.phase, self.detail = printable(event.name), printable(event.detail)
             case InnerStep() if (event.t, event.h) > (self.t, self.h) or self._start is None:
                 self._add_inner_step(event)
@@ -171,6 +175,9 @@ class Progress:
 
     def _add_commit(self, event: RoundCommitted) -> RoundTotals | None:
         members = [printable(member, 64) for member in event.members]
+        if event.t in self._before_restart:
+            self._before_restart.remove(event.t)
+            del self.rounds[event.t]
         totals = self.rounds.setdefault(
             event.t, RoundTotals(event.t, members, event.included, event.lowrank, event.H)
         )
@@ -187,6 +194,14 @@ class Progress:
         self._wait(event.t, event.waited_s)
         self._end = max(self._end, event.time)
         return totals if len(totals.ranks) == self.num_ranks else None
+
+    def _forget_unfinished(self) -> None:
+        """The ranks go on from a checkpoint, which may be some steps back: take what they report as new."""
+        self.t = self.h = 0
+        self.finished.clear()
+        self._rates.clear()
+        self.rounds = {t: totals for t, totals in self.rounds.items() if len(totals.ranks) == self.num_ranks}
+        self._before_restart = set(self.rounds)
 
     def _wait(self, t: int, waited_s: float) -> None:
         self._waited[t] = max(self._waited.get(t, 0.0), waited_s)

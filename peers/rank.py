@@ -292,8 +292,7 @@ def _train(spec: RunSpec, rank: Rank, say: Callable[[str, str], None]) -> bool:
     if complete:
         say("draining", "final evaluation and checkpoint")
         evaluate(spec, rank)
-    if complete or rank.wish.value == Wish.LEAVE:
-        rank.checkpoints.save(rank)
+    rank.checkpoints.save(rank)
     return complete
 
 

@@ -1,23 +1,19 @@
 """What a cluster of this machine is doing, and who is in a run."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from p2p_dilocox.errors import StateError, UnreachableError
+from p2p_dilocox.errors import StateError
 from p2p_dilocox.program import printable
 from p2p_dilocox.swarm.link import JoinLink
-from p2p_dilocox.swarm.node import Node
 
 from .control import SOCKET_NAME, ask
 from .view import bytes_text
 
 __all__ = ["cluster_status", "status_table", "swarm_status", "swarm_table"]
-
-_LOOK_S = 30.0
 
 
 def cluster_status(state: Path) -> dict[str, Any]:
@@ -66,22 +62,8 @@ def _figure(value: float | None, form: str) -> str:
 def swarm_status(text: str) -> list[dict[str, Any]]:
     """The clusters of the run behind a join link, by id. Raises LinkError or UnreachableError."""
     link = JoinLink.parse(text)
-    try:
-        return asyncio.run(asyncio.wait_for(_look(link), _LOOK_S))
-    except TimeoutError as error:
-        raise UnreachableError(
-            f"no list of clusters from the peers of the link within {_LOOK_S:.0f} s."
-        ) from error
+    from .visit import list_clusters  # loads hivemind: a wrong link should not wait for it
 
-
-async def _look(link: JoinLink) -> list[dict[str, Any]]:
-    node = await Node.start(
-        run_id=link.run_id, organiser=link.organiser, initial_peers=link.peers, client_mode=True
-    )
-    try:
-        clusters = await node.clusters()
-    finally:
-        await node.close()
     return [
         {
             "cluster_id": cluster_id,
@@ -94,7 +76,7 @@ async def _look(link: JoinLink) -> list[dict[str, Any]]:
             "tokens_per_s": presence.tokens_per_s,
             "tokens": presence.tokens,
         }
-        for cluster_id, presence in sorted(clusters.items())
+        for cluster_id, presence in sorted(list_clusters(link).items())
     ]
 
 

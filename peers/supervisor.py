@@ -1,5 +1,7 @@
 """One per cluster: starts a process per rank, hears their events, passes commands on, and ends them all.
 
+If a rank fails, all ranks end and start again from the last checkpoint, see restarts.py.
+
 One thread and one selector: a rank dies with the thread that started it (PR_SET_PDEATHSIG), so that thread
 must be the one that stays.
 """
@@ -7,28 +9,28 @@ must be the one that stays.
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from p2p_dilocox.errors import ClusterError
-from p2p_dilocox.events import Event, Warned, event_from_dict
+from p2p_dilocox.errors import ClusterError, DilocoxError, StateError
+from p2p_dilocox.events import Event, Phase, Warned, event_from_dict
 from p2p_dilocox.program import printable
 from p2p_dilocox.sinks import JsonlSink
 from p2p_dilocox.state_dir import write_atomic
-from p2p_dilocox.swarm.process import die_with_parent
 
 from .control import SOCKET_NAME, bind_control
 from .display import Display
 from .progress import Progress
+from .rank_process import RankProcess, status_text
+from .restarts import HOPELESS, MAX_RESTARTS, WINDOW_S, Restarts
 
 __all__ = ["Outcome", "Supervisor"]
 
@@ -36,14 +38,13 @@ _TICK_S = 0.1
 _STATUS_S = 1.0
 _NOW_S = 8.0  # to leave at once: a rank that takes longer is killed
 _FAILED_S = 4.0  # the same, after another rank failed: its ranks wait for a process that is gone
-_MAX_LINE_BYTES = 1 << 20
-_LOG_TAIL_LINES = 8
+_WINDOW = f"{WINDOW_S / 60:.0f} minutes"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """reason: complete, left, or interrupted by signal number `signal`."""
+    """reason: complete, left, failed, or interrupted by signal number `signal`."""
 
     reason: str
     signal: int = 0
@@ -53,21 +54,10 @@ class Outcome:
         return 128 + self.signal if self.signal else 0
 
 
-@dataclass(slots=True)
-class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    channel: socket.socket
-    log: Path
-    log_start: int  # where the lines of this start begin
-    buffer: bytearray = field(default_factory=bytearray)
-    ended: bool = False
-
-
 class Supervisor:
-    """Made for one start of a cluster; `run` returns when every rank has ended.
+    """Made for one `join`; `run` returns when every rank has ended and none will start again.
 
-    workers: a config per rank, see worker.py; written to STATE/worker-rank<r>.json, mode 0600.
+    workers: a config per rank, without `rendezvous`; see worker.py.
     leave_s: seconds that a rank may take to finish its round when it is asked to leave.
     """
 
@@ -86,24 +76,28 @@ class Supervisor:
         self._display = display
         self._leave_s = leave_s
         self._selector = selectors.DefaultSelector()
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
         self._clients: dict[socket.socket, bytearray] = {}
         self._signals: list[int] = []
         self._interrupted = 0
-        self._failed: tuple[_Rank, int] | None = None
+        self._failed: tuple[RankProcess, int] | None = None
+        self._last_words: dict[int, str] = {}
+        self._asked_to_leave = False
+        self._unwritable = ""
         self._stopping: Literal["no", "leave", "now", "killed"] = "no"
         self._deadline = float("inf")
         self._next_status = 0.0
 
     def run(self) -> Outcome:
-        """Start the ranks and stay until the last has ended.
+        """Start the ranks and stay until the last has ended; start them again if one failed.
 
         SIGINT, SIGTERM and SIGHUP leave the run without waiting for a round; a second one kills.
-        Raises ClusterError, naming rank, exit status and last log lines, if a rank fails.
+        Raises ClusterError, naming rank, exit status and last log lines, if ranks fail too often; the error
+        of a rank that another start could not mend; StateError if the state directory cannot be written to.
         """
         with contextlib.ExitStack() as stack:
             self._events = JsonlSink(self._state / "events.jsonl")
-            stack.callback(self._events.close)
+            stack.callback(self._close_events)
             stack.callback(self._selector.close)
             server = stack.enter_context(bind_control(self._state))
             stack.callback((self._state / SOCKET_NAME).unlink, missing_ok=True)
@@ -111,44 +105,61 @@ class Supervisor:
             for number in _SIGNALS:
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             stack.callback(self._end_all)
-            for config in self._workers:
-                self._ranks.append(self._start(config))
-            while not all(rank.ended for rank in self._ranks):
-                self._step(server)
+            restarts = Restarts()
+            self._run_ranks(server)
+            while (pause_s := self._pause_before_restart(restarts)) is not None:
+                until = time.monotonic() + pause_s
+                while time.monotonic() < until and not self._told_to_end:
+                    self._step(server)
+                if self._told_to_end:
+                    self._failed = None
+                    break
+                self._run_ranks(server)
             outcome = self._outcome()
+            self._progress.phase, self._progress.detail = outcome.reason, ""
             self._write_status()
             self._dismiss_clients(outcome)
-        if self._failed is not None:
-            raise ClusterError(self._failure(*self._failed))
+        if outcome.reason == "failed" and self._failed is not None:
+            raise self._failure(*self._failed, restarts.count)
         return outcome
 
-    def _start(self, config: dict[str, Any]) -> _Rank:
-        number = int(config["rank"])
-        path = self._state / f"worker-rank{number}.json"
-        write_atomic(path, json.dumps(config), mode=0o600)
-        log = self._state / "logs" / f"rank{number}.log"
-        log.parent.mkdir(exist_ok=True)
-        ours, theirs = socket.socketpair()
-        with theirs, log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "p2p_dilocox.peers.worker", "--config", str(path),
-                 "--fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C on the terminal reaches the supervisor alone
-                preexec_fn=die_with_parent,
-            )  # fmt: skip
-            log_start = output.tell()
-        ours.setblocking(False)
-        rank = _Rank(number, process, ours, log, log_start)
-        self._selector.register(ours, selectors.EVENT_READ, rank)
-        return rank
+    def _run_ranks(self, server: socket.socket) -> None:
+        """From the start of all ranks to the end of the last."""
+        self._ranks, self._failed, self._last_words = [], None, {}
+        self._stopping, self._deadline = "no", float("inf")
+        # A file that does not exist: torch's file store reads what an earlier start left in an old one.
+        rendezvous = self._state / f"rendezvous-{secrets.token_hex(8)}"
+        for config in self._workers:
+            rank = RankProcess(self._state, config | {"rendezvous": f"file://{rendezvous}"})
+            self._ranks.append(rank)
+            self._selector.register(rank.channel, selectors.EVENT_READ, rank)
+        while not all(rank.ended for rank in self._ranks):
+            self._step(server)
+        self._end_all()
+        first = self._ranks[0]
+        if self._failed is None and self._stopping == "no" and self._progress.finished.get(0) != "complete":
+            self._failed = (first, first.process.returncode)
+
+    @property
+    def _told_to_end(self) -> bool:
+        return bool(self._interrupted) or self._asked_to_leave
+
+    def _pause_before_restart(self, restarts: Restarts) -> float | None:
+        """Seconds, announced to everybody; None if the cluster does not start again."""
+        if self._failed is None or self._told_to_end or self._failed[1] in HOPELESS:
+            return None
+        pause_s = restarts.pause_s(time.monotonic())
+        if pause_s is not None:
+            rank, code = self._failed
+            when = f"in {pause_s:.0f} s (restart {restarts.count} of at most {MAX_RESTARTS} in {_WINDOW})"
+            message = f"{status_text(code)}; the cluster starts again from its last checkpoint {when}"
+            self._emit(Warned(rank=rank.number, message=message))
+            self._emit(Phase(name="restarting", detail=when))
+        return pause_s
 
     def _step(self, server: socket.socket) -> None:
         for key, _ in self._selector.select(_TICK_S):
-            if isinstance(key.data, _Rank):
+            if isinstance(key.data, RankProcess):
                 self._hear(key.data)
             elif key.fileobj is server:
                 self._accept(server)
@@ -168,38 +179,34 @@ class Supervisor:
 
     # Ranks
 
-    def _hear(self, rank: _Rank) -> bool:
+    def _hear(self, rank: RankProcess) -> bool:
         """Take what a rank has written; False once there is nothing more to read now."""
-        try:
-            data = rank.channel.recv(1 << 16)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
+        lines = rank.hear()
+        if lines is None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(rank.channel)
-            return False
-        rank.buffer += data
-        *lines, rest = rank.buffer.split(b"\n")
-        rank.buffer = rest if len(rest) < _MAX_LINE_BYTES else bytearray()
-        for line in lines:
-            self._take(rank, bytes(line))
-        return True
+        for line in lines or []:
+            self._take(rank, line)
+        return bool(lines)
 
-    def _take(self, rank: _Rank, line: bytes) -> None:
+    def _take(self, rank: RankProcess, line: bytes) -> None:
         try:
             event = event_from_dict(json.loads(line))
         except (ValueError, KeyError, TypeError):
             event = Warned(rank=rank.number, message=f"sent no event but {line[:80]!r}")
+        if isinstance(event, Warned):
+            self._last_words[rank.number] = event.message
         self._emit(event)
 
     def _emit(self, event: Event) -> None:
-        self._events.write(event)
+        try:
+            self._events.write(event)
+        except OSError as error:
+            self._note_unwritable(f"cannot write {self._state / 'events.jsonl'}: {error.strerror}.")
         totals = self._progress.add(event)
         self._display.event(self._progress, event, totals)
 
-    def _reap(self, rank: _Rank) -> None:
+    def _reap(self, rank: RankProcess) -> None:
         while self._hear(rank):  # its last words
             pass
         rank.ended = True
@@ -207,20 +214,21 @@ class Supervisor:
             self._selector.unregister(rank.channel)
         rank.channel.close()
         code = rank.process.returncode
-        if code != 0 and self._failed is None and self._stopping in ("no", "leave"):
+        if self._failed is not None and code in HOPELESS and self._failed[1] not in HOPELESS:
+            self._failed = (rank, code)  # the cause: other ranks failed because this one had
+        elif code != 0 and self._failed is None and self._stopping in ("no", "leave"):
             self._failed = (rank, code)
-            self._display.say(f"rank {rank.number} failed; ending the others")
+            others = "; ending the others" if any(not r.ended for r in self._ranks) else ""
+            self._display.say(f"rank {rank.number} failed{others}")
             self._leave(now=True, within_s=_FAILED_S)
 
     def _leave(self, *, now: bool, within_s: float) -> None:
         self._stopping = "now" if now else "leave"
         self._deadline = time.monotonic() + within_s
         self._progress.phase, self._progress.detail = "leaving", f"for {within_s:.0f} s at most"
-        command = json.dumps({"command": "leave", "now": now}).encode() + b"\n"
         for rank in self._ranks:  # they agree among themselves on the inner step after which they leave
             if not rank.ended:
-                with contextlib.suppress(OSError):
-                    rank.channel.send(command)
+                rank.send({"command": "leave", "now": now})
 
     def _escalate(self) -> None:
         if self._stopping == "leave":
@@ -232,19 +240,17 @@ class Supervisor:
     def _kill(self) -> None:
         self._stopping, self._deadline = "killed", float("inf")
         for rank in self._ranks:
-            if not rank.ended and rank.process.poll() is None:
-                # The rank leads a process group of its own: this takes its p2pd along.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.kill()
 
     def _end_all(self) -> None:
-        """At the end of `run`, also by an exception: no rank stays."""
+        """At the end of a start, also by an exception: no rank stays."""
         self._kill()
         for rank in self._ranks:
             rank.process.wait()
             rank.channel.close()
-        for path in self._state.glob("worker-rank*.json"):
-            path.unlink(missing_ok=True)
+        for pattern in ("worker-rank*.json", "rendezvous-*"):
+            for path in self._state.glob(pattern):
+                path.unlink(missing_ok=True)
 
     # Signals
 
@@ -293,6 +299,7 @@ class Supervisor:
                     return self._status()
                 case {"command": "leave", **rest}:
                     now = rest.get("now") is True
+                    self._asked_to_leave = True
                     if self._stopping == "no" or (now and self._stopping == "leave"):
                         self._display.say("asked to leave" + (" now" if now else ""))
                         self._leave(now=now, within_s=_NOW_S if now else self._leave_s)
@@ -303,7 +310,7 @@ class Supervisor:
 
     def _dismiss_clients(self, outcome: Outcome) -> None:
         for client in list(self._clients):
-            self._send(client, {"ended": "failed" if self._failed else outcome.reason})
+            self._send(client, {"ended": outcome.reason})
             client.close()
 
     @staticmethod
@@ -317,20 +324,31 @@ class Supervisor:
         return {**self._progress.to_dict(), "pid": os.getpid(), "time": time.time()}
 
     def _write_status(self) -> None:
-        write_atomic(self._state / "status.json", json.dumps(self._status()) + "\n")
+        try:
+            write_atomic(self._state / "status.json", json.dumps(self._status()) + "\n")
+        except StateError as error:
+            self._note_unwritable(str(error))
+
+    def _note_unwritable(self, problem: str) -> None:
+        """A full disk hides what the cluster does; it does not end it. Said once, until it is another one."""
+        if problem != self._unwritable:
+            self._unwritable = problem
+            self._display.say(f"warning: {problem}")
+
+    def _close_events(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written before
+            self._events.close()
 
     def _outcome(self) -> Outcome:
         if self._interrupted:
             return Outcome(reason="interrupted", signal=self._interrupted)
-        reasons = self._progress.finished
-        if self._failed is None and self._stopping == "no" and reasons.get(0) != "complete":
-            self._failed = (self._ranks[0], self._ranks[0].process.returncode)
-        return Outcome(reason="left" if self._stopping != "no" else reasons.get(0, "failed"))
+        if self._failed is not None:
+            return Outcome(reason="failed")
+        return Outcome(reason="left" if self._asked_to_leave else "complete")
 
-    def _failure(self, rank: _Rank, code: int) -> str:
-        status = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        with rank.log.open("rb") as log:
-            log.seek(rank.log_start)
-            tail = log.read()[-8192:].decode(errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
-        words = "".join(f"\n  {printable(line, 300)}" for line in tail) or " (its log is empty)"
-        return f"rank {rank.number} ended with {status}. The last lines of {rank.log}:{words}"
+    def _failure(self, rank: RankProcess, code: int, num_restarts: int) -> DilocoxError:
+        if code in HOPELESS and rank.number in self._last_words:
+            return HOPELESS[code](f"rank {rank.number}: {self._last_words[rank.number]}")
+        again = f", after {num_restarts} restarts in {_WINDOW}" if num_restarts else ""
+        words = f"The last lines of {rank.log}:{rank.last_lines()}"
+        return ClusterError(f"rank {rank.number} {status_text(code)}{again}. {words}")

@@ -101,6 +101,7 @@ def _write_shards(
             dtypes[dtype] = dtypes.get(dtype, 0) + tensor.numel()
         files[stage] = directory / f"stage-{stage}"
         save_file(tensors, files[stage], metadata={"format": "pt"})
+        files[stage].chmod(0o644)  # safetensors makes it private, as no other file here is
     if missing:
         names = sorted(missing)
         raise StateError(

@@ -82,8 +82,8 @@ class CheckpointStore:
         manifest = {"spec": self._spec_digest, "files": files, "place": _place(rank)}
         _write_synced(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
         step = self.directory / f"step-{rank.outer.t}"
-        if step.exists():
-            shutil.rmtree(step)
+        if step.exists():  # of the same outer step, some inner steps earlier
+            step.rename(self.directory / f"{_PARTIAL}before-{rank.outer.t}")
         partial.rename(step)
         for old in _steps(self.directory)[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)

@@ -45,6 +45,7 @@ def test_the_options_of_every_command_are_frozen() -> None:
 
     assert options("dilocox-bootstrap") == {"serve": "--announce --listen --run --state-dir"}
     assert options("dilocox-peer") == {
+        "check-history": "--json files",
         "demo": "--clusters --out --run",
         "export": "out state_dir",
         "join": "--announce --cluster --devices --link-file --listen --name --state-dir --threads link",

@@ -86,19 +86,6 @@ def test_no_process_survives_a_killed_supervisor(endless_run: str, tmp_path: Pat
     assert wait_for_end(list(descendants), 5.0) == []
 
 
-def test_a_killed_rank_ends_the_cluster_with_its_name_and_last_words(
-    endless_run: str, tmp_path: Path, start: Start
-) -> None:
-    state = tmp_path / "state"
-    cluster = join(start, endless_run, state)
-    descendants = cluster.descendants()
-    victim = next(pid for pid, line in descendants.items() if f"{state}/worker-rank1.json" in line)
-    os.kill(victim, signal.SIGKILL)
-    assert cluster.wait() == 8
-    assert "rank 1 ended with signal SIGKILL. The last lines of" in cluster.output
-    assert wait_for_end(list(descendants), 0) == []
-
-
 def test_a_second_ctrl_c_kills_a_rank_that_does_not_hear(
     endless_run: str, tmp_path: Path, start: Start
 ) -> None:

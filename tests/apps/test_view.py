@@ -74,6 +74,24 @@ def test_a_round_is_reported_once_all_ranks_have_committed_it() -> None:
     assert p.digests == {0: "0" * 64, 1: "1" * 64}
 
 
+def test_after_a_restart_the_rounds_since_the_checkpoint_count_again() -> None:
+    p = new_progress()
+    for t in (1, 2):
+        p.add(inner(t, 1))
+        p.add(commit(t, rank=1))
+        p.add(commit(t, rank=0))
+    p.add(commit(3, rank=0))  # rank 1 never got there
+    p.add(Phase(name="restarting", detail="in 1 s"))
+    assert (p.phase, p.t) == ("restarting", 0)
+    p.add(inner(2, 1, loss=1.5))
+    assert (p.t, p.loss) == (2, 1.5)
+    for t in (2, 3):
+        assert p.add(commit(t, rank=0)) is None
+        assert p.add(commit(t, rank=1)) is not None
+    assert p.rounds[2].sent_bytes == p.rounds[1].sent_bytes
+    assert p.sent_bytes == 2 * p.rounds[1].sent_bytes + 2.5 * p.rounds[1].sent_bytes
+
+
 def test_an_inner_step_counts_once_however_many_ranks_report_it() -> None:
     p = new_progress()
     for h, loss in ((1, 6.0), (2, 4.0)):

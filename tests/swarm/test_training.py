@@ -259,3 +259,24 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_full_disk_does_not_end
     warnings = [e.message for e in again.events if isinstance(e, Warned)]
     assert any("No space left on device" in w for w in warnings)
     assert sorted(step.name for step in steps.iterdir()) == kept
+
+
+def test_a_cluster_that_left_at_once_goes_on_where_it_was(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer]
+) -> None:
+    """Rule V3: no outer step is done twice, also when no checkpoint was due."""
+    text = run_text("dilocox", outer_steps=5000, more="[compression]\nlowrank = 8\n").replace(
+        "[checkpoint]\nevery = 2", "[checkpoint]\nevery = 1000"
+    )
+    peer = join(swarm(text), "alone")
+    peer.until(lambda e: isinstance(e, RoundCommitted) and e.t == 3)
+    peer.wish.value = peer.wish.LEAVE_NOW
+    left = peer.finish()
+    assert left.reason == "left"
+    again = join(swarm(text), "alone")
+    again.until(lambda e: isinstance(e, RoundCommitted) and e.t == left.t + 2)
+    again.wish.value = again.wish.LEAVE_NOW
+    assert again.finish().reason == "left"
+    assert check_history(read_history([peer.state / "history" / "rank0.jsonl"])) == []
+    first = next(e for e in again.events if isinstance(e, RoundCommitted))
+    assert first.t == left.t + 1

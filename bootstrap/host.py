@@ -1,0 +1,101 @@
+"""A DHT node with a lasting identity that keeps the signed spec of a run alive and shows who is there."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from p2p_dilocox.errors import DilocoxError
+from p2p_dilocox.state_dir import write_atomic
+from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
+from p2p_dilocox.swarm.link import JoinLink
+from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.records import RUN_LIFE_S
+from p2p_dilocox.swarm.signed import SignedRun, sign_run
+
+from .addresses import linkable, reach_warning
+from .board import Board, open_board
+
+__all__ = ["host_run"]
+
+_POLL_S = 2.0
+_CLOSE_S = 5.0
+
+
+def host_run(run_id: str, text: str, state: Path, *, listen: Sequence[str], announce: Sequence[str]) -> None:
+    """Sign the spec `text` with the key in `state` and serve it until SIGINT, SIGTERM or SIGHUP.
+
+    Raises LinkError, StateError or NotTrustedError.
+    """
+    key = SigningKey.load_or_create(state / "organiser.key")
+    ensure_libp2p_identity(state / "node.key")
+    asyncio.run(_serve(sign_run(key, run_id, text), key.public, state, listen, announce))
+
+
+async def _serve(
+    signed: SignedRun, organiser: bytes, state: Path, listen: Sequence[str], announce: Sequence[str]
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    start = asyncio.create_task(
+        Node.start(
+            run_id=signed.run_id,
+            organiser=organiser,
+            host_maddrs=listen,
+            announce_maddrs=announce,
+            identity_path=state / "node.key",
+        )
+    )
+    if not await _first(start, stop):
+        return
+    node = start.result()
+    try:
+        await node.publish_run(signed)
+        maddrs = linkable(await node.maddrs(), node.peer_id, announce)
+        link = str(JoinLink(signed.run_id, organiser, tuple(maddrs)))
+        write_atomic(state / "join-link", link + "\n")
+        click.echo(f"serving run {signed.run_id} as peer {node.peer_id}")
+        click.echo(f"join link, also in {state / 'join-link'}:\n\n{link}\n")
+        if warning := reach_warning(maddrs):
+            click.echo(f"warning: {warning}", err=True)
+        with contextlib.closing(open_board(signed.run_id)) as board:
+            await _watch(node, signed, board, stop)
+    finally:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(node.close(), _CLOSE_S)
+    click.echo("stopped")
+
+
+async def _watch(node: Node, signed: SignedRun, board: Board, stop: asyncio.Event) -> None:
+    """Show the clusters and publish the spec again, well before it expires, until `stop`."""
+    published = time.monotonic()
+    while not stop.is_set():
+        try:
+            board.show(await node.clusters())
+            if time.monotonic() - published > RUN_LIFE_S / 4:
+                if await node.publish_run(signed):
+                    published = time.monotonic()
+                else:
+                    board.warn("the run spec could not be stored again; trying on")
+        except DilocoxError as error:
+            board.warn(str(error))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.wait(), _POLL_S)
+
+
+async def _first(task: "asyncio.Task[Node]", stop: asyncio.Event) -> bool:
+    """Wait for the task, which may raise, or for `stop`, which cancels it. True if the task is done."""
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return True
+    task.cancel()
+    await asyncio.wait({task}, timeout=_CLOSE_S)
+    return False

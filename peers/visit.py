@@ -1,0 +1,76 @@
+"""Short visits to a swarm, as a client that nobody can dial: the run spec, and who is there.
+
+hivemind is loaded here, which takes seconds: commands import this module when all else has been checked.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from p2p_dilocox.errors import UnreachableError
+from p2p_dilocox.swarm.link import JoinLink
+from p2p_dilocox.swarm.messages import Presence
+from p2p_dilocox.swarm.node import Node
+
+__all__ = ["fetch_spec", "list_clusters"]
+
+_VISIT_S = 30.0
+_T = TypeVar("_T")
+
+
+def fetch_spec(link: JoinLink) -> str:
+    """The run's spec as text, signed by the organiser of the link.
+
+    Raises UnreachableError, NotTrustedError, and SystemExit(143) on SIGTERM.
+    """
+
+    async def fetch() -> str:
+        async with _visitor(link) as node:
+            return (await node.fetch_run()).verify(link.organiser)
+
+    return asyncio.run(_until_signal(fetch(), "run spec"))
+
+
+def list_clusters(link: JoinLink) -> dict[str, Presence]:
+    """The clusters of the run by id. Raises as fetch_spec does."""
+
+    async def look() -> dict[str, Presence]:
+        async with _visitor(link) as node:
+            return await node.clusters()
+
+    return asyncio.run(_until_signal(look(), "list of clusters"))
+
+
+@asynccontextmanager
+async def _visitor(link: JoinLink) -> AsyncIterator[Node]:
+    node = await Node.start(
+        run_id=link.run_id, organiser=link.organiser, initial_peers=link.peers, client_mode=True
+    )
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+async def _until_signal(body: Coroutine[Any, Any, _T], wanted: str) -> _T:
+    """`body` within its time. asyncio.run cancels it on Ctrl-C; this does so on SIGTERM."""
+    task = asyncio.current_task()
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        if task is not None:
+            task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await asyncio.wait_for(body, _VISIT_S)
+    except TimeoutError as error:
+        raise UnreachableError(f"no {wanted} from the peers of the link within {_VISIT_S:.0f} s.") from error
+    except asyncio.CancelledError:
+        if terminated:
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
