@@ -56,9 +56,11 @@ def test_the_options_of_every_command_are_frozen() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["peers", "bootstrap"])
-def test_help_loads_neither_torch_nor_hivemind(name: str) -> None:
-    code = f"import sys, p2p_dilocox.{name}.cli as _; print({{'torch', 'hivemind'}} & set(sys.modules))"
+@pytest.mark.parametrize(
+    "module", ["peers.cli", "peers.join", "peers.status", "peers.control", "bootstrap.cli", "bootstrap.serve"]
+)
+def test_help_and_mistakes_wait_for_neither_torch_nor_hivemind(module: str) -> None:
+    code = f"import sys, p2p_dilocox.{module} as _; print({{'torch', 'hivemind'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -119,6 +121,9 @@ def test_validate_names_every_mistake_with_its_line(run_file: Path) -> None:
         (f"dilocox://tiny?key={KEY}&peer=/ip/127.0.0.1/tcp/1", "/ip/127.0.0.1/tcp/1"),
         (f"dilocox://tiny?key={KEY}&peer=/ip4/127.0.0.1/tcp/1", "does not end in /p2p/"),
         (f"dilocox://tiny?key={KEY}&peer=%20{GOOD_PEER}", "white space"),
+        (f"dilocox://tiny/x?key={KEY}&peer={GOOD_PEER}", "'/x'"),
+        (f"dilocox://tiny?key={KEY}&peer={GOOD_PEER}#part", "'#part'"),
+        (f"dilocox://tiny?key={KEY}&peer={GOOD_PEER}x", "is not a peer id"),
     ],
 )
 def test_a_bad_link_is_named_with_a_good_example(tmp_path: Path, link: str, words: str) -> None:
@@ -137,6 +142,12 @@ def test_a_bad_link_is_named_with_a_good_example(tmp_path: Path, link: str, word
         (["--listen", "/ip4/127.0.0.1"], "has no /tcp/<port>"),
         (["--announce", LOOPBACK], "announces port 0"),
         (["--cluster", "none-such"], "no cluster profile 'none-such'"),
+        (["--cluster", ""], "no cluster profile ''"),
+        (["--devices", "gpu"], "devices = 'gpu' is not a list"),
+        (["--devices", ""], "devices = '' is not a list"),
+        (["--listen", ""], "is empty"),
+        (["--listen", GOOD_PEER], "must leave out /p2p/"),
+        (["--listen", "/ip4/192.0.2.1/tcp/31337"], "192.0.2.1 is not an address of this machine"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_starts(
@@ -147,6 +158,16 @@ def test_a_bad_option_is_refused_before_anything_starts(
     assert result.exit_code == 2
     assert words in result.stderr
     assert not (tmp_path / "state").exists()
+
+
+def test_an_empty_directory_name_is_not_this_directory() -> None:
+    for result in (
+        peer("join", f"dilocox://tiny?key={KEY}&peer={GOOD_PEER}", "--state-dir", ""),
+        peer("demo", "--out", ""),
+        bootstrap("serve", "--run", "demo", "--state-dir", ""),
+    ):
+        assert result.exit_code == 2
+        assert "the name is empty" in result.stderr
 
 
 def test_join_needs_one_link(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def test_a_killed_rank_costs_a_restart_and_the_run_is_completed(
     assert wait_for_end(first, 0) == []
     assert cluster.wait(timeout_s=120) == 0
     assert "complete at outer step 40" in cluster.output
-    assert "outer 1 committed" in cluster.output
     assert cluster.output.count("outer 1 committed") == 1  # it went on from a checkpoint
-    events = [json.loads(line) for line in (tmp_path / "state" / "events.jsonl").open()]
+    lines = (tmp_path / "state" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
     assert [e["name"] for e in events if e["kind"] == "phase"].count("restarting") == 1
     assert any("SIGKILL" in e["message"] for e in events if e["kind"] == "warned")
     assert json.loads((tmp_path / "state" / "status.json").read_text())["phase"] == "complete"
