@@ -64,12 +64,11 @@ def train(spec: RunSpec, rank: Rank) -> bool:
     Raises ClusterError if this cluster cannot go on from its state; it may come back and download another.
     """
     overlap, theta_i, outer = Overlap(spec.overlap.mode), rank.pipeline.parameters, rank.outer
+    last = spec.run.outer_steps
     try:
-        for t in range(rank.t, spec.run.outer_steps + 1):  # for outer step t = 1 .. T
-            for h in range(rank.h, spec.inner.H):  #   for inner step h = 1 .. H
-                arrived = inner_step(
-                    spec, rank, t, h
-                )  #     theta_i <- AdamW(theta_i, grad L(x; theta_i)), x ~ D_i
+        while rank.t <= last:  # for outer step t = 1 .. T
+            while rank.h < spec.inner.H and rank.t <= last:  #   for inner step h = 1 .. H
+                arrived = inner_step(spec, rank)  #     theta_i <- AdamW(theta_i, grad L(x)), x ~ D_i
                 if arrived and overlap.lands_between:
                     land(spec, rank)
             if rank.pending and overlap.sends_before_restart:
@@ -77,17 +76,18 @@ def train(spec: RunSpec, rank: Rank) -> bool:
                     after_outer_step(spec, rank)
             elif rank.pending:
                 land(spec, rank)
+            if rank.t > last:
+                break  # caught up with clusters that have finished the run
             outer.contribute(theta_i)  #   delta^t <- base - theta_i + gamma e
             if rank.landed:
                 outer.restart_(theta_i, spec.overlap.keep)
                 rank.pipeline.sync_tied_()
                 rank.landed = False
             outer.mark_sent(theta_i)
-            rank.pending = rank.rounds.start(
-                t, float(rank.unsent_tokens)
-            )  #   Delta^t <- AllReduce(C(delta^t)), behind
-            rank.report(RoundStarted(rank=rank.index, t=t))
-            rank.t, rank.h, rank.unsent_tokens = t + 1, 0, 0
+            #   Delta^t <- AllReduce(C(delta^t)), behind the inner steps of t + 1
+            rank.pending = rank.rounds.start(rank.t, float(rank.unsent_tokens))
+            rank.report(RoundStarted(rank=rank.index, t=rank.t))
+            rank.t, rank.h, rank.unsent_tokens = rank.t + 1, 0, 0
             rank.progress.h = 0
             if overlap.waits_at_start:
                 land(spec, rank)
@@ -103,9 +103,10 @@ def train(spec: RunSpec, rank: Rank) -> bool:
     return True
 
 
-def inner_step(spec: RunSpec, rank: Rank, t: int, h: int) -> bool:
+def inner_step(spec: RunSpec, rank: Rank) -> bool:
     """One inner step of the cluster. True if the round on the wire has arrived at all its ranks."""
     started = time.monotonic()
+    t, h = rank.t, rank.h
     tokens = rank.batches.batch(t, h)
     rank.pipeline.forward_backward(tokens)
     arrived = rank.pending is not None and rank.pending.ready()
@@ -117,7 +118,7 @@ def inner_step(spec: RunSpec, rank: Rank, t: int, h: int) -> bool:
     num_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
     seconds = time.monotonic() - started
     rank.unsent_tokens += num_tokens
-    rank.t, rank.h = t, h + 1
+    rank.h = h + 1
     progress = rank.progress
     progress.h, progress.loss, progress.tokens_per_s = rank.h, step.loss, num_tokens / seconds
     progress.tokens += num_tokens
@@ -176,6 +177,7 @@ def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
         else:
             outer.keep_undelivered()
     rank.progress.move_to(max(outer.t, outcome.t), outer)
+    rank.t = max(rank.t, outer.t + 1)  # a cluster that was left behind goes on where the others are
     rank.history.write(outcome, outer.lineage)
     if last is None:
         rank.report(RoundDropped(rank=rank.index, t=outcome.t, reason=outcome.reason, waited_s=waited_s))

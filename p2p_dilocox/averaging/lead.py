@@ -28,6 +28,7 @@ from p2p_dilocox.swarm.messages import (
 
 __all__ = ["Lead"]
 
+_MOST_AT_ONCE = 64
 _BALLOTS_AHEAD = 3  # a cluster in step is never further ahead than the round in flight
 
 
@@ -138,8 +139,8 @@ class Lead:
         return decision
 
     def follow(self, t: int, deadline: Deadline) -> "asyncio.Future[Follow]":
-        """Find the committed rounds from ours up to outer step t, which
-        goes on without us, at a cluster that has them."""
+        """Find the committed rounds from ours on, up to outer step t
+        at least, which goes on without us, at a cluster that has them."""
         if t not in self._followed:
             self._followed[t] = asyncio.ensure_future(self._follow(t, deadline))
         return self._followed[t]
@@ -152,7 +153,7 @@ class Lead:
                     continue
                 results: list[Result] = []
                 at, parent = self.progress.committed_t, self.progress.lineage
-                while at < min(t, standing.committed_t):
+                while at < standing.committed_t and len(results) < _MOST_AT_ONCE:
                     result = await self.company.result_after(cluster, at)
                     if result is None or result.t <= at or result.parent != parent:
                         return Follow(

@@ -45,7 +45,8 @@ __all__ = ["Outcome", "OuterStep", "Round", "Rounds", "codec_thread"]
 _GLANCE_S = 0.2  # how often a waiting training loop looks whether it should leave
 _ATTEMPTS = 4
 _PAUSE_S = 0.5
-_KEPT = 8  # committed rounds kept for clusters that were not in them
+_KEPT = 64  # committed rounds kept for clusters that were not in them, within
+_KEPT_BYTES = 256 << 20
 _T = TypeVar("_T")
 
 
@@ -355,8 +356,10 @@ class Rounds:
             t = result.t
             self._results[t] = result
         self._chunks[t] = chunks
-        for old in sorted(self._chunks)[:-_KEPT]:
-            del self._chunks[old]
+        sizes = {k: sum(len(c) for stage in kept.values() for c in stage) for k, kept in self._chunks.items()}
+        while len(sizes) > 1 and (len(sizes) > _KEPT or sum(sizes.values()) > _KEPT_BYTES):
+            old = min(sizes)
+            del sizes[old], self._chunks[old]
             self._results.pop(old, None)
 
     @property
