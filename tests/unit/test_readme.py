@@ -135,6 +135,12 @@ def test_every_make_target_that_a_page_shows_is_in_the_makefile(path: Path) -> N
     assert shown <= set(phony.split())
 
 
+def test_the_command_that_installs_can_be_run() -> None:
+    installs = list(commands((ROOT / "README.md").read_text(encoding="utf-8"), "make-venv"))
+    assert installs
+    assert (ROOT / ".ci" / "make-venv").stat().st_mode & 0o100
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_relative_link_is_broken(path: Path) -> None:
     targets = [t for t in _LINK.findall(path.read_text(encoding="utf-8")) if "://" not in t]
