@@ -23,7 +23,7 @@ from .board import Board, open_board
 __all__ = ["host_run"]
 
 _POLL_S = 2.0
-_CLOSE_S = 5.0
+_CLOSE_S = 2.0
 
 
 def host_run(run_id: str, text: str, state: Path, *, listen: Sequence[str], announce: Sequence[str]) -> None:
@@ -67,7 +67,9 @@ async def _serve(
         with contextlib.closing(open_board(signed.run_id)) as board:
             await _watch(node, signed, board, stop)
     finally:
-        with contextlib.suppress(asyncio.TimeoutError):
+        # A service manager sends SIGTERM to p2pd as well: what breaks on its sockets now is no news.
+        loop.set_exception_handler(lambda _loop, _context: None)
+        with contextlib.suppress(asyncio.TimeoutError, OSError):
             await asyncio.wait_for(node.close(), _CLOSE_S)
     click.echo("stopped")
 

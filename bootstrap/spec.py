@@ -28,7 +28,7 @@ def fix_spec(state: Path, text: str, spec: RunSpec) -> str:
     if not kept.exists():
         write_atomic(kept, text)
         return text
-    kept_text = kept.read_text(encoding="utf-8")
+    kept_text = read_run_text(kept)
     differing = _differences(asdict(parse_run(kept_text, name=str(kept))), asdict(spec))
     if differing:
         shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")

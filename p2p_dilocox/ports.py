@@ -8,25 +8,27 @@ from p2p_dilocox.errors import LinkError
 
 __all__ = ["check_port", "shift_port"]
 
-_TCP = re.compile(r"/ip[46]/([^/]+)/tcp/([0-9]+)")
+_ADDRESS = re.compile(r"/ip[46]/([^/]+)/(tcp|udp)/([0-9]+)")
 _PORT = re.compile(r"(?<=/)(tcp|udp)/([0-9]+)")
 
 
 def check_port(maddr: str) -> None:
-    """Take the TCP port of a valid `maddr` for a moment; LinkError that says why it cannot be listened on.
+    """Take the port of a valid `maddr` for a moment; LinkError that says why it cannot be listened on.
 
-    p2pd would fail too, but seconds later and in its own words. Addresses without an IP and a TCP port pass.
+    p2pd would fail too, but seconds later and in its own words. Names in place of an IP address pass.
     """
-    match = _TCP.match(maddr)
+    match = _ADDRESS.match(maddr)
     if match is None:
         return
-    host, port = match[1], int(match[2])
+    host, kind, port = match[1], match[2], int(match[3])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family, socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM) as probe:
         try:
+            if kind == "tcp":  # as p2pd does; two UDP sockets may share a port if they set it
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-            probe.listen(1)
+            if kind == "tcp":
+                probe.listen(1)
         except OSError as error:
             reasons = {
                 errno.EADDRINUSE: f"port {port} is in use. End its program or choose another port",

@@ -57,7 +57,8 @@ def load_run_file(path: Path | str) -> RunSpec:
 def read_run_text(path: Path | str) -> str:
     """What `load_run_file` parses, unparsed: these are the characters an organiser signs. Raises SpecError.
 
-    path: a file; or, without a directory and without .toml, the name of a shipped run.
+    path: a file; or, without a directory and without .toml, the name of a shipped run. Line ends become
+    newlines and a byte order mark is dropped: an editor on Windows must not change what is signed.
     """
     path = Path(path)
     if path.parent == Path() and path.suffix != ".toml":
@@ -76,7 +77,7 @@ def read_run_text(path: Path | str) -> str:
     except (OSError, ValueError) as error:
         raise SpecError(f"{_show(str(path))} cannot be read: {error}") from error
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise SpecError(

@@ -170,7 +170,7 @@ class Compression:
 class Deadlines:
     """[deadlines]. All other time limits of a round are derived from this one."""
 
-    round_s: Annotated[float, above(0), "seconds a round may take"] = 60.0
+    round_s: Annotated[float, between(0.1, 86400), "seconds a round may take"] = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

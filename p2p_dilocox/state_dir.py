@@ -25,7 +25,7 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StateError(
-            f"cannot use the state directory {path}: {error.strerror}. Give a writable one with --state-dir."
+            f"cannot use the state directory {path}: {error.strerror}. Give one that is writable."
         ) from error
     try:
         try:
@@ -34,7 +34,7 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise StateError(
                 f"the state directory {path} is in use by process {holder}. "
-                "End that one first, or give another directory with --state-dir."
+                "End that one first, or give another directory."
             ) from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

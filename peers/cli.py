@@ -128,7 +128,7 @@ def status(link: str | None, state_dir: Path | None, as_json: bool) -> None:
 
 @main.command()
 @click.argument("state_dir", type=STATE_DIR)
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=DirectoryName())
 def export(state_dir: Path, out: Path) -> None:
     """Write the last checkpoint of STATE_DIR to OUT as a Hugging Face model."""
     from .export import export_newest

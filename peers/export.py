@@ -2,14 +2,8 @@
 
 from pathlib import Path
 
-from p2p_dilocox.checkpoint.export import export_model
-from p2p_dilocox.checkpoint.store import anchors, newest
 from p2p_dilocox.errors import StateError
-from p2p_dilocox.pipeline import config_from_spec
-from p2p_dilocox.runspec import parse_run
-from p2p_dilocox.swarm.signed import spec_digest
-from p2p_dilocox.tokenizer import tokenizer_dir
-from p2p_dilocox.traffic import model_tensors
+from p2p_dilocox.runspec import parse_run, read_run_text
 
 __all__ = ["export_newest"]
 
@@ -17,18 +11,27 @@ __all__ = ["export_newest"]
 def export_newest(state: Path, out: Path) -> int:
     """Write the anchor of the newest complete checkpoint in `state` to `out`. Returns its outer step.
 
-    Raises StateError if there is no checkpoint, or `out` is there already.
+    Raises StateError if there is no checkpoint, `out` is there already or cannot be written.
     """
-    try:
-        text = (state / "run.toml").read_text(encoding="utf-8")
-    except OSError as error:
-        raise StateError(f"{state} has no run.toml: is it the --state-dir of a dilocox-peer join?") from error
-    spec = parse_run(text, name=str(state / "run.toml"))
+    kept = state / "run.toml"
+    if not kept.is_file():
+        raise StateError(f"{state} has no run.toml: is it the --state-dir of a dilocox-peer join?")
+    text = read_run_text(kept)
+    spec = parse_run(text, name=str(kept))
+
+    # These load torch, which takes seconds. A mistake above shows before.
+    from p2p_dilocox.checkpoint.export import export_model
+    from p2p_dilocox.checkpoint.store import anchors, newest
+    from p2p_dilocox.pipeline import config_from_spec
+    from p2p_dilocox.swarm.signed import spec_digest
+    from p2p_dilocox.tokenizer import tokenizer_dir
+    from p2p_dilocox.traffic import model_tensors
+
     saved = newest(state / "checkpoints", spec_digest(text))
     if saved is None:
         every = spec.checkpoint.every
         raise StateError(
-            f"{state} has no complete checkpoint yet; one is made every {every} outer steps and at the end."
+            f"{state} has no complete checkpoint; one is made every {every} outer steps and at the end."
         )
     tensors = anchors(saved)
     shards = (

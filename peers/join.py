@@ -14,6 +14,7 @@ from p2p_dilocox.runspec import RunSpec, parse_run
 from p2p_dilocox.state_dir import locked_state_dir, write_atomic
 from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.maddr import check_maddr
+from p2p_dilocox.tokenizer import vocabulary_size
 
 from .devices import check_form, parse_devices
 from .display import Display, LiveDisplay, PlainDisplay
@@ -70,7 +71,8 @@ def join_run(options: JoinOptions) -> int:
     if options.name is not None and not _NAME.fullmatch(options.name):
         raise SpecError(f"name {options.name!r}: must be 1 to 32 of letters, digits, '.', '_' and '-'.")
     with locked_state_dir(options.state_dir or Path.home() / ".dilocox" / link.run_id) as state:
-        # These load hivemind, which takes seconds. A mistake above shows before.
+        # These load hivemind and torch, which takes seconds. A mistake above shows before.
+        from p2p_dilocox.data.text import source_files
         from p2p_dilocox.swarm.identity import SigningKey
 
         from .visit import fetch_spec
@@ -78,6 +80,8 @@ def join_run(options: JoinOptions) -> int:
         key = SigningKey.load_or_create(state / "cluster.key")
         text = fetch_spec(link)
         spec = _keep_spec(state, text, link)
+        source_files(spec.data)  # before anything joins the swarm: are the files here?
+        vocabulary_size(spec.data.tokenizer)
         devices = parse_devices(wanted_devices, spec.model.stages)
         threads = options.threads or profile.threads or max(1, _cores() // len(devices))
         name = options.name or f"cluster-{key.cluster_id[:6]}"
@@ -130,7 +134,7 @@ def _keep_spec(state: Path, text: str, link: JoinLink) -> RunSpec:
             "Ask for a new link."
         )
     kept = state / "run.toml"
-    if kept.exists() and kept.read_text(encoding="utf-8") != text:
+    if kept.exists() and kept.read_bytes() != text.encode():
         raise StateError(
             f"{state} belongs to another run or to an older spec of it. Give another --state-dir."
         )

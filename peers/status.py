@@ -24,8 +24,9 @@ def cluster_status(state: Path) -> dict[str, Any]:
         except StateError:
             pass  # the supervisor was killed; its last report is still there
     try:
-        return {**json.loads((state / "status.json").read_text(encoding="utf-8")), "running": False}
-    except (OSError, ValueError) as error:
+        record = json.loads((state / "status.json").read_text(encoding="utf-8"))
+        return {**record, "running": False, "pid": int(record["pid"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(
             f"{state} has no status of a cluster. Is it the --state-dir of a dilocox-peer join?"
         ) from error

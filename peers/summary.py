@@ -4,30 +4,54 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from p2p_dilocox.data.text import source_files
+from p2p_dilocox.errors import DataError
 from p2p_dilocox.runspec import RunSpec, total_inner_steps, warnings_for
+from p2p_dilocox.traffic import fp16_bytes, model_tensors, round_bytes
+
+from .view import bytes_text
 
 __all__ = ["spec_summary"]
 
 
 def spec_summary(spec: RunSpec) -> Group:
-    """One line per subject, then the warnings."""
+    """One line per subject, then the warnings. Raises ModelError if the model cannot be built and cut."""
+    warnings = [*warnings_for(spec), *_data_warnings(spec)]
     table = Table.grid(padding=(0, 2))
     run, inner, data, compression = spec.run, spec.inner, spec.data, spec.compression
     tokens = total_inner_steps(spec) * inner.batch_size * data.seq_len
     coding = f"{compression.bits} bits there, {compression.return_bits} back, groups of {compression.group}"
     lowrank = f"lowrank {compression.lowrank}, " if compression.lowrank else ""
-    model = spec.model.config.get("model_type", "from " + spec.model.path)
+    model = f"{spec.model.config.get('model_type', 'from ' + spec.model.path)} in {spec.model.stages} stages"
+    traffic = "not known without the model"
+    if spec.model.config or not any(warning.startswith("model.path") for warning in warnings):
+        tensors = model_tensors(spec)  # runs the model once, without values
+        model += f", {tensors.num_parameters:,} parameters"
+        traffic = (
+            f"{bytes_text(round_bytes(spec, tensors, 2))} per outer step from each of two clusters "
+            f"(fp16: {bytes_text(fp16_bytes(tensors.num_parameters, 2))})"
+        )
     rows = {
         "run": f"{run.id}, recipe {run.recipe}, {run.outer_steps} outer steps, "
         f"at least {run.min_clusters} clusters",
-        "model": f"{model} in {spec.model.stages} stages",
+        "model": model,
         "data": f"{data.source}, sequences of {data.seq_len} tokens, {tokens:,} tokens per cluster",
         "inner": f"H {inner.H}, batch {inner.batch_size} in {inner.microbatches} microbatches, "
         f"lr {inner.lr:g}",
         "outer": f"lr {spec.outer.lr:g}, momentum {spec.outer.momentum:g}, overlap {spec.overlap.mode}",
         "compression": f"{lowrank}{coding}, feedback {compression.feedback}",
+        "traffic": traffic,
         "deadlines": f"a round within {spec.deadlines.round_s:g} s",
     }
     for subject, text in rows.items():
         table.add_row(subject, text)
-    return Group(table, *(Text(f"warning: {warning}", "yellow") for warning in warnings_for(spec)))
+    return Group(table, *(Text(f"warning: {warning}", "yellow") for warning in warnings))
+
+
+def _data_warnings(spec: RunSpec) -> list[str]:
+    """The machine that signs a run need not be one that trains, so its lack of the data is no error."""
+    try:
+        source_files(spec.data)
+    except DataError as error:
+        return [f"{error}; clusters need it"]
+    return []

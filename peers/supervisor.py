@@ -37,6 +37,7 @@ __all__ = ["Outcome", "Supervisor"]
 _TICK_S = 0.1
 _STATUS_S = 1.0
 _NOW_S = 8.0  # to leave at once: a rank that takes longer is killed
+_EARLY_S = 3.0  # the same, while it loads or connects: it has nothing to save and cannot hear yet
 _FAILED_S = 4.0  # the same, after another rank failed: its ranks wait for a process that is gone
 _WINDOW = f"{WINDOW_S / 60:.0f} minutes"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -265,7 +266,8 @@ class Supervisor:
         self._interrupted = number
         if self._failed is None:
             self._display.say("leaving; once more to kill")
-            self._leave(now=True, within_s=_NOW_S)
+            early = self._progress.phase in ("starting", "connecting")
+            self._leave(now=True, within_s=_EARLY_S if early else _NOW_S)
 
     # Control socket
 

@@ -7,12 +7,13 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from p2p_dilocox.errors import StateError
-from p2p_dilocox.pipeline.skeleton import read_skeleton
+from p2p_dilocox.pipeline.skeleton import Skeleton, read_skeleton
 
 __all__ = ["export_model"]
 
@@ -39,11 +40,25 @@ def export_model(
 
     shards: (stage, tensors by Hugging Face name), any order; one is in memory at a time. Dtypes are kept. A
     tied head is not stored: its embedding is. tokenizer_dir: None leaves the tokenizer out. Raises
-    StateError: `out` is there already, a tensor is missing, unknown, given twice or of another shape.
+    StateError: `out` is there already or cannot be written, a tensor is missing, unknown, given twice or of
+    another shape.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StateError(f"{out} exists already and is not an empty directory; export to a new directory")
     skeleton = read_skeleton(config)
+    try:
+        _write_directory(config, skeleton, shards, tokenizer_dir, out)
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"cannot write the model to {out}: {error}") from error
+
+
+def _write_directory(
+    config: PretrainedConfig,
+    skeleton: Skeleton,
+    shards: Iterable[tuple[int, dict[str, Tensor]]],
+    tokenizer_dir: Path | None,
+    out: Path,
+) -> None:
     copies = {skeleton.tied[0]} if skeleton.tied else set()
     missing = {
         name: tuple(parameter.shape)

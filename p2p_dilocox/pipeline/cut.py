@@ -12,41 +12,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from p2p_dilocox.errors import ModelError, SpecError
-from p2p_dilocox.model_config import load_model_config
+from p2p_dilocox.errors import SpecError
 from p2p_dilocox.pipeline.init import fill_
 from p2p_dilocox.pipeline.skeleton import Skeleton, parent_of, read_skeleton
 from p2p_dilocox.pipeline.span import Entry, PassThrough, Span, SpanModule, Zero
-from p2p_dilocox.settings import Model
 
-__all__ = ["build_span", "config_from_spec", "cut_layers", "stages_of_rank"]
-
-_UNUSED_DROPOUTS = ("summary_", "classifier_")
-"""Prefixes of config keys for heads that a causal language model does not have."""
-
-
-def config_from_spec(model: Model) -> PretrainedConfig:
-    """The Hugging Face config of the run's model. Raises ModelError.
-
-    Dropout is refused: each stage draws from its own random
-    stream, so a cut model would differ from the whole one.
-    """
-    config = load_model_config(model)
-    dropouts = {
-        key: value
-        for key, value in config.to_dict().items()
-        if "drop" in key
-        and isinstance(value, int | float)
-        and value > 0
-        and not key.startswith(_UNUSED_DROPOUTS)
-    }
-    if dropouts:
-        given = ", ".join(f"{key} = {value:g}" for key, value in dropouts.items())
-        raise ModelError(
-            f"{'model.path' if model.path else 'model.config'}: {given}, must be 0: stages draw from "
-            f"different random streams, so dropout is not supported. Set {' and '.join(dropouts)} to 0"
-        )
-    return config
+__all__ = ["build_span", "cut_layers", "stages_of_rank"]
 
 
 def cut_layers(config: PretrainedConfig, stages: int, cut: Sequence[int] = ()) -> list[range]:

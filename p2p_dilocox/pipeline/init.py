@@ -23,6 +23,8 @@ def fill_(module: nn.Module, name: str, model: PreTrainedModel, *, seed: int, de
     torch's global random state is the same afterwards. Raises
     ModelError if the class leaves a tensor without values.
     """
+    if device.type == "meta":
+        return  # only shapes are wanted
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         _fill(module, name, model, seed, device)
         _settle(module, device)

@@ -94,9 +94,26 @@ def test_every_error_is_one_line_and_its_exit_code(kind: type[errors.DilocoxErro
 def test_validate_shows_the_run_on_one_screen(run_file: Path) -> None:
     result = peer("validate", run_file)
     assert result.exit_code == 0
-    for part in ("tiny, recipe dilocox, 3 outer steps", "llama in 2 stages", "H 2", "lowrank 4, 4 bits"):
+    for part in (
+        "86,176 parameters",
+        "38.8 kB per outer step",
+        "tiny, recipe dilocox, 3 outer steps",
+        "llama in 2 stages",
+        "H 2",
+        "lowrank 4, 4 bits",
+    ):
         assert part in result.output, part
     assert peer("validate", "demo").exit_code == 0
+
+
+def test_validate_builds_the_model_and_looks_for_the_data(run_file: Path) -> None:
+    text = run_file.read_text()
+    run_file.write_text(text.replace("num_key_value_heads = 2", "num_key_value_heads = 3"))
+    assert peer("validate", run_file).exit_code == 6
+    run_file.write_text(text.replace("[data]", '[data]\nsource = "text"\npaths = ["no-such.txt"]'))
+    result = peer("validate", run_file)
+    assert result.exit_code == 0
+    assert "warning: data.paths: no-such.txt does not exist" in result.output
 
 
 def test_validate_names_every_mistake_with_its_line(run_file: Path) -> None:

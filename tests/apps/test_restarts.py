@@ -99,8 +99,9 @@ def test_ctrl_c_between_two_starts_ends_at_once(endless_run: str, tmp_path: Path
 def test_a_rank_without_its_data_ends_the_cluster_with_its_own_error(
     tmp_path: Path, start: Start, serve: Callable[[str], str]
 ) -> None:
-    data = '[data]\nsource = "text"\npaths = ["no-such-file.txt"]'
+    (tmp_path / "words.txt").write_text("too few words")
+    data = f'[data]\nsource = "text"\npaths = ["{tmp_path / "words.txt"}"]'
     cluster = join(start, serve(RUN.format(outer_steps=9, H=2).replace("[data]", data)), tmp_path / "state")
     assert cluster.wait() == errors.DataError.exit_code
-    assert "error: rank 0: data.paths: no-such-file.txt does not exist" in cluster.output
+    assert "error: rank 0: the training text has " in cluster.output
     assert "starts again" not in cluster.output

@@ -73,3 +73,18 @@ def test_an_export_never_overwrites(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="export to a new directory"):
         export_model(config, shards_of("llama", 1), None, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = config_from_spec(spec_of("llama", 1).model)
+    with pytest.raises(StateError, match="cannot write the model to .*file/out"):
+        export_model(config, shards_of("llama", 1), None, tmp_path / "file" / "out")
+
+
+def test_a_span_on_the_meta_device_has_shapes_and_no_values() -> None:
+    config = config_from_spec(spec_of("llama", 1).model)
+    span = build_span(config, 0, 0, cut_layers(config, 1), seed=9, device=torch.device("meta"))
+    here = dict(shards_of("llama", 1)[0][1])
+    assert {n: p.shape for n, p in span.stage_parameters[0].items()} == {n: p.shape for n, p in here.items()}
+    assert all(parameter.is_meta for parameter in span.stage_parameters[0].values())

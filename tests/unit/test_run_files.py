@@ -134,6 +134,11 @@ def test_files_that_cannot_be_read_are_errors_with_their_name(tmp_path: Path) ->
         load_run_file(tmp_path / "a\0b.toml")
 
 
+def test_an_editor_on_windows_does_not_change_what_is_signed(tmp_path: Path) -> None:
+    (tmp_path / "windows.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
+    assert read_run_text(tmp_path / "windows.toml") == GOOD
+
+
 def test_errors_carry_the_name_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(changed("H = 5", "H = 0"))
     with pytest.raises(SpecError, match=r"^mine\.toml line 22: H = 0"):

@@ -227,7 +227,7 @@ ONE_KEY = [
         27,
         'feedback = "ef21", must be one of local, paper, none',
     ),
-    ("lr = 1e-3", "lr = 1e-3\n[deadlines]\nround_s = 0", 27, "round_s = 0, must be above 0"),
+    ("lr = 1e-3", "lr = 1e-3\n[deadlines]\nround_s = 0", 27, "round_s = 0, must be between 0.1 and 86400"),
     ("lr = 1e-3", "lr = 1e-3\n[checkpoint]\nevery = 0", 27, "every = 0, must be at least 1"),
     ("lr = 1e-3", "lr = 1e-3\n[eval]\nbatches = 0", 27, "batches = 0, must be at least 1"),
     (
