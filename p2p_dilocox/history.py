@@ -1,17 +1,22 @@
 """`history.jsonl`: one line per outer step and stage: what a rank took part in, and what was decided."""
 
 import json
+import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from p2p_dilocox.averaging.round import Outcome
+from p2p_dilocox.line_file import LineFile
 
 __all__ = ["History"]
 
+_LOG = logging.getLogger(__name__)
+
 
 class History:
-    """Appends to one file, a line at a time; a line is written whole or not at all as far as the kernel goes.
+    """Appends to one file, a line at a time; a line is written whole or not at all. On a full disk lines are
+    missing, and the log says so: training goes on.
 
     Keys: time (Unix s), run, cluster, stage, t, decision (committed, adopted or dropped), seconds and
     deadline_s of the round, members, weights (trained tokens, in the members' order), digest (sha256 of the
@@ -21,8 +26,7 @@ class History:
     def __init__(
         self, path: Path, run_id: str, cluster: str, stages: Iterable[int], deadline_s: float
     ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._path, self._file = path, LineFile(path)
         self._run_id, self._cluster, self._stages = run_id, cluster, list(stages)
         self._deadline_s = deadline_s
 
@@ -58,4 +62,7 @@ class History:
         self._file.close()
 
     def _line(self, record: dict[str, object]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        try:
+            self._file.write(json.dumps(record))
+        except OSError as error:
+            _LOG.warning("no line of outer step %s in %s: %s", record["t"], self._path, error.strerror)

@@ -1,5 +1,6 @@
 """What both command line programs share: how an error ends, and how text of strangers is shown."""
 
+import errno
 import traceback
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import click
 from p2p_dilocox.errors import DilocoxError
 
 __all__ = ["DirectoryName", "Program", "printable"]
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Program(click.Group):
@@ -26,9 +30,10 @@ class Program(click.Group):
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
         except OSError as error:  # a disk, a directory: nothing that a traceback would explain
-            if error.filename is None or ctx.params.get("verbose"):
+            if ctx.params.get("verbose") or (error.filename is None and error.errno not in _DISK):
                 raise
-            click.echo(f"error: {error.filename}: {error.strerror}", err=True)
+            place = f"{error.filename}: " if error.filename is not None else ""
+            click.echo(f"error: {place}{error.strerror}", err=True)
             ctx.exit(DilocoxError.exit_code)
         except KeyboardInterrupt:
             ctx.exit(130)

@@ -1,14 +1,20 @@
 """Where events go: a file of JSON lines, or TensorBoard. The live view of a cluster is in peers/view.py."""
 
+import contextlib
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from p2p_dilocox.errors import StateError
 from p2p_dilocox.events import Evaluated, Event, InnerStep, RoundCommitted, RoundDropped, event_from_dict
+from p2p_dilocox.line_file import LineFile
 
 __all__ = ["JsonlSink", "Sink", "TensorBoardSink", "read_events"]
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -20,35 +26,44 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One line of JSON per event, appended and flushed at once: a killed program loses none."""
+    """One line of JSON per event, appended at once: a killed program loses none. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._file = LineFile(path)
 
     def write(self, event: Event) -> None:
-        self._file.write(json.dumps(event.to_dict()) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(event.to_dict()))
 
     def close(self) -> None:
         self._file.close()
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard. Training scalars are drawn over inner steps, the others over outer steps t."""
+    """Scalars for TensorBoard. Training scalars are drawn over inner steps, the others over outer steps t.
+
+    A full disk ends the curves, not the training.
+    """
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds; supervisors only need JsonlSink
 
         self._writer = SummaryWriter(str(directory))
         self._inner_steps = 0
+        self._failed = False
 
     def write(self, event: Event) -> None:
-        for name, value, step in self._scalars(event):
-            self._writer.add_scalar(name, value, step, walltime=event.time)
+        if self._failed:
+            return
+        try:
+            for name, value, step in self._scalars(event):
+                self._writer.add_scalar(name, value, step, walltime=event.time)
+        except OSError as error:  # raised here for what a thread of the writer could not do before
+            self._failed = True
+            _LOG.warning("no more curves for TensorBoard: %s", error)
 
     def close(self) -> None:
-        self._writer.close()
+        with contextlib.suppress(OSError):
+            self._writer.close()
 
     def _scalars(self, event: Event) -> list[tuple[str, float, int]]:
         match event:

@@ -84,7 +84,7 @@ class Supervisor:
         self._failed: tuple[RankProcess, int] | None = None
         self._last_words: dict[int, str] = {}
         self._asked_to_leave = False
-        self._unwritable = ""
+        self._unwritable: set[str] = set()
         self._stopping: Literal["no", "leave", "now", "killed"] = "no"
         self._deadline = float("inf")
         self._next_status = 0.0
@@ -98,7 +98,7 @@ class Supervisor:
         """
         with contextlib.ExitStack() as stack:
             self._events = JsonlSink(self._state / "events.jsonl")
-            stack.callback(self._close_events)
+            stack.callback(self._events.close)
             stack.callback(self._selector.close)
             server = stack.enter_context(bind_control(self._state))
             stack.callback((self._state / SOCKET_NAME).unlink, missing_ok=True)
@@ -332,14 +332,10 @@ class Supervisor:
             self._note_unwritable(str(error))
 
     def _note_unwritable(self, problem: str) -> None:
-        """A full disk hides what the cluster does; it does not end it. Said once, until it is another one."""
-        if problem != self._unwritable:
-            self._unwritable = problem
+        """A full disk hides what the cluster does; it does not end it. Said once."""
+        if problem not in self._unwritable:
+            self._unwritable.add(problem)
             self._display.say(f"warning: {problem}")
-
-    def _close_events(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written before
-            self._events.close()
 
     def _outcome(self) -> Outcome:
         if self._interrupted:

@@ -85,12 +85,16 @@ def ensure_libp2p_identity(path: Path) -> bool:
 def _write_private(path: Path, content: bytes) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+        except BaseException:
+            path.unlink(missing_ok=True)  # half a key would be refused for ever
+            raise
     except OSError as error:
         raise StateError(
-            f"cannot write the key {path}: {error.strerror}. Choose a directory you may write to."
+            f"cannot write the key {path}: {error.strerror}. Choose a writable directory that is not full."
         ) from error
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
 
 
 def _read_private(path: Path) -> bytes:

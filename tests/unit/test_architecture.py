@@ -40,7 +40,7 @@ ARROWS = {
     "inner": set[str](),
     "outer": {"compression"},
     "averaging": {"compression", "outer", "swarm"},
-    "history": {"averaging"},
+    "history": {"averaging", "line_file"},
     "trainer": {"averaging", "data", "history", "inner", "outer", "pipeline"},
     # It reads a whole Rank; the trainer knows it only as a function to call.
     "checkpoint": {"outer", "pipeline", "trainer"},
