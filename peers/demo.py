@@ -123,9 +123,10 @@ def run_demo(out: Path, *, run: str, num_clusters: int) -> int:
             f"--clusters {num_clusters}: this run waits for {spec.run.min_clusters} (run.min_clusters). "
             f"Give --clusters {spec.run.min_clusters} or more."
         )
-    with _demo_dir(out) as out, _signals() as signals:
+    with _demo_dir(out) as out:
         try:
-            clusters = _train(out, run, spec, num_clusters, signals)
+            with _signals() as signals:
+                clusters = _train(out, run, spec, num_clusters, signals)
         except _Interrupted as interrupted:
             return 128 + interrupted.number
         click.echo("exporting and checking the model")
