@@ -1,5 +1,6 @@
 """What a person sees while a cluster trains: a live view on a terminal, one line per outer step elsewhere."""
 
+import errno
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -85,6 +86,10 @@ class PlainDisplay:
     def tick(self) -> None: ...
 
     def say(self, line: str) -> None:
-        self._write(f"{self._prefix}{line}")
+        try:
+            self._write(f"{self._prefix}{line}")
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a log on a full disk must not end a cluster
+                raise
 
     def close(self) -> None: ...

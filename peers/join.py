@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
 from p2p_dilocox.errors import LinkError, SpecError, StateError
 from p2p_dilocox.ports import check_port, shift_port
 from p2p_dilocox.runspec import RunSpec, parse_run
@@ -121,7 +119,7 @@ def join_run(options: JoinOptions) -> int:
             outcome = Supervisor(state, workers, progress, display, leave_s=leave_s).run()
         finally:
             display.close()
-        click.echo(f"{outcome.reason} at outer step {max(progress.rounds, default=0)}")
+        display.say(f"{outcome.reason} at outer step {progress.committed}")
         return outcome.exit_code
 
 

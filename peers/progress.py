@@ -81,6 +81,7 @@ class Progress:
     _waited: dict[int, float] = field(default_factory=dict)
     _before_restart: set[int] = field(default_factory=set)
     """Rounds that the ranks may take again, as they go on from a checkpoint."""
+    _last_t: int = 0
     _start: float | None = None
     _end: float = 0.0
 
@@ -108,6 +109,7 @@ class Progress:
                 self.log.append((event.time, f"rank {event.rank}: {printable(event.message, 400)}"))
             case Finished():
                 self.finished[event.rank] = event.reason
+                self._last_t = max(self._last_t, event.t)
                 if event.rank == 0:
                     self.phase, self.detail = event.reason, ""
                 self.digests.update(event.parameter_digests)
@@ -117,6 +119,11 @@ class Progress:
     def tokens_per_s(self) -> float | None:
         seconds = sum(s for _, s in self._rates)
         return sum(n for n, _ in self._rates) / seconds if seconds > 0 else None
+
+    @property
+    def committed(self) -> int:
+        """The last outer step taken; 0 before the first."""
+        return max(self._last_t, max(self.rounds, default=0))
 
     @property
     def last_round(self) -> RoundTotals | None:
@@ -142,7 +149,7 @@ class Progress:
             "detail": self.detail,
             "t": self.t,
             "outer_steps": self.outer_steps,
-            "committed": max(self.rounds, default=0),
+            "committed": self.committed,
             "h": self.h,
             "H": self.H,
             "loss": _finite(self.loss),

@@ -121,6 +121,7 @@ def test_the_end_shows_as_the_phase() -> None:
     p.add(Phase(name="leaving", detail="staying"))
     p.add(Finished(t=30, reason="complete", parameter_digests={0: "c" * 64}))
     assert (p.phase, p.detail, p.digests[0]) == ("complete", "", "c" * 64)
+    assert p.committed == 30  # also if this start had nothing left to do
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 60)])
