@@ -1,6 +1,7 @@
 """What a cluster of this machine is doing, and who is in a run."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def swarm_status(text: str) -> list[dict[str, Any]]:
             "processes": len(presence.ranks),
             "t": presence.t,
             "h": presence.h,
-            "loss": presence.loss,
+            "loss": presence.loss if math.isfinite(presence.loss) else None,
             "tokens_per_s": presence.tokens_per_s,
             "tokens": presence.tokens,
         }
@@ -90,6 +91,6 @@ def swarm_table(clusters: list[dict[str, Any]]) -> Table:
     for c in clusters:
         table.add_row(
             c["cluster_id"], printable(c["name"], 32), c["state"], str(c["processes"]), f"{c['t']}+{c['h']}",
-            f"{c['loss']:.3f}", f"{c['tokens_per_s']:,.0f}", f"{c['tokens']:,}",
+            _figure(c["loss"], ".3f"), f"{c['tokens_per_s']:,.0f}", f"{c['tokens']:,}",
         )  # fmt: skip
     return table

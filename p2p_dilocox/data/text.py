@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from io import BufferedReader
@@ -96,7 +97,7 @@ def _text_blocks(file: Path) -> Iterator[str]:
                     yield text
                 if not block:
                     return
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
@@ -113,7 +114,7 @@ def _jsonl_rows(file: Path, text_field: str) -> Iterator[Document]:
                     raise DataError(f"{file} line {number} is not JSON: {error}") from error
                 position += len(line)
                 yield (_text_of(row, text_field, f"{file} line {number}"),)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 

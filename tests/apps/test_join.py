@@ -1,6 +1,8 @@
 """dilocox-peer join as real processes: what the supervisor promises about its ranks."""
 
+import asyncio
 import json
+import math
 import os
 import signal
 import socket
@@ -11,6 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from p2p_dilocox.swarm.identity import SigningKey
+from p2p_dilocox.swarm.link import JoinLink
+from p2p_dilocox.swarm.messages import Presence, RankAddress
+from p2p_dilocox.swarm.node import Node
 
 from .conftest import LOOPBACK, Program, wait_for_end
 
@@ -130,3 +137,26 @@ def test_a_signal_ends_it_while_the_bootstrap_node_gives_no_answer(
             assert cluster.wait(timeout_s=10) == status
     assert "Traceback" not in cluster.output
     assert wait_for_end(list(descendants), 0) == []
+
+
+def test_the_status_of_a_run_is_json_whatever_a_cluster_says(endless_run: str) -> None:
+    link, key = JoinLink.parse(endless_run), SigningKey.generate()
+    rank = RankAddress(peer=link.peers[0].split("/p2p/")[1], maddrs=[], first_stage=0, last_stage=1)
+    presence = Presence(
+        cluster_id=key.cluster_id, name="nan", ranks=[rank], t=0, h=1, state="training", loss=math.nan,
+        tokens_per_s=0.0, tokens=0,
+    )  # fmt: skip
+
+    async def publish_and_ask() -> str:
+        node = await Node.start(run_id=link.run_id, organiser=link.organiser, initial_peers=link.peers)
+        try:
+            assert await node.publish_presence(key, presence)
+            return (await asyncio.to_thread(peer, "status", "--json", endless_run)).stdout
+        finally:
+            await node.close()
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is not JSON")
+
+    clusters = json.loads(asyncio.run(publish_and_ask()), parse_constant=refuse)
+    assert [c["loss"] for c in clusters if c["name"] == "nan"] == [None]
