@@ -46,6 +46,7 @@ def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> l
     from p2p_dilocox.averaging.company import Company, Progress
     from p2p_dilocox.averaging.deadlines import Timeouts
     from p2p_dilocox.averaging.lead import Lead
+    from p2p_dilocox.averaging.offer import Offer
     from p2p_dilocox.averaging.round import Rounds, codec_thread
     from p2p_dilocox.averaging.service import Service
     from p2p_dilocox.lineage import genesis
@@ -113,7 +114,7 @@ def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> l
         outer.contribute(theta)
         outer.mark_sent(theta)
         started = time.monotonic()
-        outcome = made.start(t, 1.0).wait(lambda: False)
+        outcome = made.start(t, Offer(1.0)).wait(lambda: False)
         assert outcome is not None
         assert len(outcome.steps[0].members) == clusters, outcome.reason
         step = outcome.steps[0]

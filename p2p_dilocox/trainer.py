@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from p2p_dilocox.averaging.company import Progress
+from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.round import Outcome, Round, Rounds
 from p2p_dilocox.data import Batches
 from p2p_dilocox.errors import ClusterError
@@ -85,7 +86,7 @@ def train(spec: RunSpec, rank: Rank) -> bool:
                 rank.landed = False
             outer.mark_sent(theta_i)
             #   Delta^t <- AllReduce(C(delta^t)), behind the inner steps of t + 1
-            rank.pending = rank.rounds.start(rank.t, float(rank.unsent_tokens))
+            rank.pending = rank.rounds.start(rank.t, Offer(weight=float(rank.unsent_tokens)))
             rank.report(RoundStarted(rank=rank.index, t=rank.t))
             rank.t, rank.h, rank.unsent_tokens = rank.t + 1, 0, 0
             rank.progress.h = 0

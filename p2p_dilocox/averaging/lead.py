@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from p2p_dilocox.averaging.company import Company
 from p2p_dilocox.averaging.deadlines import Deadline
+from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.rollcall import RollCalls, Roster, coordinator_order, read_call
 from p2p_dilocox.averaging.vote import Ballot
 from p2p_dilocox.errors import ClusterError, NotTrustedError
@@ -84,7 +85,7 @@ class Lead:
 
     # --- our cluster in a round
 
-    async def attend(self, t: int, attempt: int, weight: float, deadline: Deadline) -> CallReply:
+    async def attend(self, t: int, attempt: int, offer: Offer, deadline: Deadline) -> CallReply:
         """Answer the roll call; the reply is a call (perhaps without
         us), `over`, or empty if there is none in time.
 
@@ -92,7 +93,7 @@ class Lead:
         """
         ready = Ready(
             spec=self.spec_digest, cluster_id=self.me, name=self.company.name, t=t, attempt=attempt,
-            lineage=self.progress.lineage, weight=weight, ranks=self.company.ranks,
+            lineage=self.progress.lineage, weight=offer.weight, ranks=self.company.ranks,
         )  # fmt: skip
         sealed = seal(self.company.key, self.run_id, ready)
         reply = CallReply()

@@ -23,6 +23,7 @@ from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges, merged, wire_o
 from p2p_dilocox.averaging.company import CALL_FAILED, Progress
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.lead import Lead
+from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.rollcall import Roster, read_call
 from p2p_dilocox.averaging.service import Service, VectorKey
 from p2p_dilocox.compression import Layout
@@ -135,11 +136,11 @@ class Rounds:
         self._results: dict[int, Result] = {}
         self._open: list[VectorKey] = []
 
-    def start(self, t: int, weight: float) -> Round:
-        """Offer `outer.residual` to the round of outer step t with this many trained tokens behind it."""
+    def start(self, t: int, offer: Offer) -> Round:
+        """Offer `outer.residual` to the round of outer step t."""
         deadline = Deadline(self._timeouts.round_s)
         self._progress.in_flight = t
-        return self._launch(t, self._run(t, weight, deadline))
+        return self._launch(t, self._run(t, offer, deadline))
 
     def follow(self, t: int) -> Round:
         """Wait for the round of outer step t, which started before we were here."""
@@ -175,7 +176,7 @@ class Rounds:
 
         return Round(t, asyncio.run_coroutine_threadsafe(bounded(), self._loop))
 
-    async def _run(self, t: int, weight: float, deadline: Deadline) -> Outcome:
+    async def _run(self, t: int, offer: Offer, deadline: Deadline) -> Outcome:
         started, traffic = time.monotonic(), self.service.traffic
         sent, received = traffic.sent, traffic.received
         coded = {stage: CodedStage(self._outer, layout) for stage, layout in self.layouts.items()}
@@ -184,7 +185,7 @@ class Rounds:
         }  # while others arrive
         reason, attempt = "no time for a roll call", 0
         while not deadline.passed:
-            reply = await self._roll_call(t, attempt, weight, deadline)
+            reply = await self._roll_call(t, attempt, offer, deadline)
             if reply.over:
                 return await self._follow(t, deadline, received)
             if reply.call is None:
@@ -273,9 +274,9 @@ class Rounds:
         self._open.append(key)
         return butterfly
 
-    async def _roll_call(self, t: int, attempt: int, weight: float, deadline: Deadline) -> CallReply:
+    async def _roll_call(self, t: int, attempt: int, offer: Offer, deadline: Deadline) -> CallReply:
         if self._lead is not None:
-            return await self._lead.attend(t, attempt, weight, deadline)
+            return await self._lead.attend(t, attempt, offer, deadline)
         while True:
             question = self._ask_lead().rpc_call(Ask(t=t, attempt=attempt), timeout=self._patience_s)
             reply: CallReply = await question

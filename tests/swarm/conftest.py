@@ -15,6 +15,7 @@ from p2p_dilocox.averaging.coded import stage_layout
 from p2p_dilocox.averaging.company import Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
 from p2p_dilocox.averaging.lead import Lead
+from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.round import Outcome, Round, Rounds, codec_thread
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
@@ -121,7 +122,7 @@ class SwarmRank:
                 p.sub_(delta if isinstance(delta, float) else delta[name])
         self.outer.contribute(self.parameters)
         self.outer.mark_sent(self.parameters)
-        self.pending = self.rounds.start(t, weight)
+        self.pending = self.rounds.start(t, Offer(weight))
 
     def land(self, keep: float = 0.5) -> Outcome:
         assert self.pending is not None
