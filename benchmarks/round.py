@@ -105,7 +105,7 @@ def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> l
     )  # fmt: skip
     network.call(service.start(), 10.0)
     network.call(company.start(), 10.0)
-    coded = layout.coded_bytes(spec.compression.bits, spec.compression.return_bits)
+    coded = layout.coded_bytes()
     predicted = (clusters - 1) / clusters * (coded.contribution + coded.average)
     results = []
     for t in range(1, rounds + 1):

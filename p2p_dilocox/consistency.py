@@ -39,6 +39,15 @@ def _keep(spec: RunSpec) -> Iterator[Finding]:
         yield "overlap.keep", f'must be 0 with overlap.mode = "{mode}", which goes on from the anchor'
 
 
+def _strong_bits(spec: RunSpec) -> Iterator[Finding]:
+    compression = spec.compression
+    if compression.strong_bits < compression.bits:
+        yield (
+            "compression.strong_bits",
+            f"must be at least bits = {compression.bits}, what the weaker directions have",
+        )
+
+
 def _source(spec: RunSpec) -> Iterator[Finding]:
     data = spec.data
     if data.source in ("text", "jsonl", "parquet"):
@@ -105,6 +114,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...
     (("model.stages", "inner.microbatches", "inner.batch_size"), _microbatches),
     (("run.outer_steps", "inner.H", "inner.warmup_steps"), _warmup),
     (("overlap.mode", "overlap.keep"), _keep),
+    (("compression.bits", "compression.strong_bits"), _strong_bits),
     (("data.source", "data.paths", "data.name", "data.subset"), _source),
     (("model.config", "model.path"), _one_model),
     (("model.config", "model.path", "model.stages", "model.cut", "data.seq_len", "data.tokenizer"), _model),

@@ -189,7 +189,8 @@ class _Reader:
 
     def defaults_of_recipe(self) -> dict[str, dict[str, Any]]:
         """Defaults of outer, overlap and compression. They follow what run.toml changes: another overlap
-        brings its own outer learning rate, a rank of 0 its own gamma."""
+        brings its own outer learning rate, a rank of 0 its own gamma, more bits for all directions as many
+        for the strongest."""
         name = self._given("run", "recipe", "dilocox")
         if isinstance(name, str) and name not in RECIPES:
             self.wrong.add("run.recipe")
@@ -207,6 +208,9 @@ class _Reader:
         feedback = self._given("compression", "feedback", recipe.compression.feedback)
         if isinstance(lowrank, int) and isinstance(feedback, str):
             compression["gamma"] = default_gamma(feedback, lowrank)
+        bits = self._given("compression", "bits", recipe.compression.bits)
+        if isinstance(bits, int):
+            compression["strong_bits"] = max(bits, recipe.compression.strong_bits)
         return {"outer": asdict(outer), "overlap": asdict(overlap), "compression": compression}
 
     def _given(self, table: str, key: str, default: Any) -> Any:

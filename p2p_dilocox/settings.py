@@ -47,6 +47,10 @@ def all_values(rule: Rule) -> Rule:
     return Rule(f"{rule.limit}, each", lambda values: all(rule.holds(v) for v in values))
 
 
+def _whole_bytes(group: int) -> bool:
+    return 8 <= group <= 65528 and group % 8 == 0
+
+
 printable = Rule("printable text", lambda text: text.isprintable())
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
@@ -158,7 +162,13 @@ class Compression:
         int, one_of(2, 3, 4, 8, 16, 32, 64), "per value sent to the reducer; 16 to 64: plain floats"
     ]
     return_bits: Annotated[int, one_of(2, 3, 4, 8, 16, 32, 64), "per value of the average sent back"]
-    group: Annotated[int, between(1, 65536), "values that share one scale"]
+    strong_bits: Annotated[
+        int, one_of(2, 3, 4, 8, 16, 32, 64), "per value of the strongest directions, at least this much back"
+    ]
+    strong_fraction: Annotated[float, between(0, 1), "part of the directions that are the strongest"]
+    group: Annotated[
+        int, Rule("a multiple of 8 from 8 to 65528", _whole_bytes), "values that share one scale"
+    ]
     lowrank: Annotated[int, between(0, 65536), "directions kept of each weight matrix (r); 0: all, dense"]
     feedback: Annotated[
         str, one_of("local", "paper", "none"), "what becomes of the part a message could not say"

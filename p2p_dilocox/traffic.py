@@ -44,16 +44,15 @@ def round_bytes(spec: RunSpec, tensors: ModelTensors, num_clusters: int) -> floa
 
     Each member sends the others their parts of its contribution, and the average of its own part.
     """
-    c = spec.compression
     others = num_clusters - 1
     total = 0
     for shapes in tensors.stages.values():
-        layout = Layout(shapes, lowrank=c.lowrank, group=c.group, dense_names=tensors.dense_names)
+        layout = Layout(shapes, spec.compression, dense_names=tensors.dense_names)
         for phase in _PHASES:
-            for part in chunk_ranges(layout, phase, num_clusters):
-                for start, end in part:
-                    there = chunk_bytes(end - start, c.bits, c.group)
-                    back = chunk_bytes(end - start, c.return_bits, c.group)
+            for part in chunk_ranges(layout, phase, [1.0] * num_clusters):
+                for start, end, bits, return_bits in part:
+                    there = chunk_bytes(end - start, bits, layout.group)
+                    back = chunk_bytes(end - start, return_bits, layout.group)
                     total += others * (there + back)
     return total / num_clusters
 

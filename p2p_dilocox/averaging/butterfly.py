@@ -20,9 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from p2p_dilocox.compression import pack_chunk, round_trip, unpack_chunk
+from p2p_dilocox.compression import Piece, pack_chunk, round_trip, unpack_chunk
 
-__all__ = ["CHUNK_VALUES", "Butterfly", "ContributionError", "Wire", "decode_chunks"]
+__all__ = ["CHUNK_VALUES", "Butterfly", "ContributionError", "decode_chunks"]
 
 CHUNK_VALUES = 1 << 18  # values per message: 139 KB at 4 bits, far below libp2p's 4 MiB
 _T = TypeVar("_T")
@@ -36,16 +36,6 @@ class ContributionError(Exception):
         self.member = member
 
 
-@dataclass(frozen=True)
-class Wire:
-    """How values travel: `bits` to the reducer, `return_bits`
-    back, groups of `group` values share a scale."""
-
-    bits: int
-    return_bits: int
-    group: int
-
-
 @dataclass
 class _Sum:
     """The running weighted sum of one chunk of our part. Whose share is in it decides when it is complete."""
@@ -57,40 +47,34 @@ class _Sum:
 class Butterfly:
     """The averaging of `vector` over `weights`; our part is parts[me].
 
-    vector: float32 (float64 if bits is 64) [n]. parts: per member the ranges (start, end) of its chunks;
-    together they
-    cover the vector once and each starts at a multiple of the group. weights: one positive number per member.
+    vector: float32 (float64 if bits is 64) [n]. parts: per member its chunks; together they cover the vector
+    once and each starts at a multiple of `group`, whose values share a scale. weights: one positive number
+    per member.
     All arithmetic runs in `codec`, an executor of one thread, never on the event loop.
     """
 
     def __init__(
         self,
         vector: Tensor,
-        parts: list[list[tuple[int, int]]],
+        parts: list[list[Piece]],
         weights: list[float],
         me: int,
-        wire: Wire,
+        group: int,
         codec: Executor,
     ) -> None:
-        self.vector, self.parts, self.weights, self.me, self.wire, self.codec = (
-            vector,
-            parts,
-            weights,
-            me,
-            wire,
-            codec,
-        )
+        self.vector, self.parts, self.weights, self.me = vector, parts, weights, me
+        self.group, self.codec = group, codec
         self.own = torch.empty_like(vector)  # what the others decode of us
         self.average = torch.empty_like(vector)
         self.chunks: list[list[bytes]] = [[b""] * len(part) for part in parts]  # the encoded average
-        self._sums = [_Sum(torch.zeros(end - start, dtype=vector.dtype)) for start, end in parts[me]]
+        self._sums = [_Sum(torch.zeros(p.end - p.start, dtype=vector.dtype)) for p in parts[me]]
         loop = asyncio.get_running_loop()
         self._averaged: list[asyncio.Future[bytes]] = [loop.create_future() for _ in parts[me]]
 
     async def contributions(self, member: int) -> AsyncIterator[bytes]:
         """Our encoded chunks of `member`'s part, in order."""
-        for start, end in self.parts[member]:
-            yield await self._compute(partial(self._encode_own, start, end))
+        for piece in self.parts[member]:
+            yield await self._compute(partial(self._encode_own, piece))
 
     async def add(self, member: int, index: int, data: bytes) -> None:
         """Take `member`'s contribution to chunk `index` of our part.
@@ -114,13 +98,11 @@ class Butterfly:
 
     async def receive(self, member: int, index: int, data: bytes) -> None:
         """Take the average of chunk `index` of `member`'s part from its reducer."""
-        start, end = self.parts[member][index]
+        start, end, _, bits = self.parts[member][index]
 
         def decode() -> None:
             try:
-                self.average[start:end] = unpack_chunk(
-                    data, n=end - start, bits=self.wire.return_bits, group=self.wire.group
-                )
+                self.average[start:end] = unpack_chunk(data, n=end - start, bits=bits, group=self.group)
             except ValueError as error:
                 raise ContributionError(member, f"sent an average that cannot be decoded: {error}") from error
 
@@ -137,20 +119,20 @@ class Butterfly:
     async def _compute(self, function: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self.codec, function)
 
-    def _encode_own(self, start: int, end: int) -> bytes:
-        values = self.vector[start:end]
-        self.own[start:end] = round_trip(values, self.wire.bits, self.wire.group)
-        return pack_chunk(values, self.wire.bits, self.wire.group)
+    def _encode_own(self, piece: Piece) -> bytes:
+        values = self.vector[piece.start : piece.end]
+        self.own[piece.start : piece.end] = round_trip(values, piece.bits, self.group)
+        return pack_chunk(values, piece.bits, self.group)
 
     def _accumulate(self, member: int, index: int, data: bytes) -> bytes | None:
         """The encoded average if this was the last share. In the codec
         thread, so two shares cannot both be the last."""
-        start, end = self.parts[self.me][index]
+        start, end, bits, _ = self.parts[self.me][index]
         sum_ = self._sums[index]
         if member in sum_.members:
             raise ContributionError(member, f"sent chunk {index} twice")
         try:
-            values = unpack_chunk(data, n=end - start, bits=self.wire.bits, group=self.wire.group)
+            values = unpack_chunk(data, n=end - start, bits=bits, group=self.group)
         except ValueError as error:
             raise ContributionError(member, f"sent a chunk that cannot be averaged: {error}") from error
         sum_.total.add_(values, alpha=self.weights[member])
@@ -158,10 +140,10 @@ class Butterfly:
         return self._finish(index) if len(sum_.members) == len(self.weights) else None
 
     def _finish(self, index: int) -> bytes:
-        start, end = self.parts[self.me][index]
+        start, end, _, bits = self.parts[self.me][index]
         exact = self._sums[index].total.div_(sum(self.weights))
-        data = pack_chunk(exact, self.wire.return_bits, self.wire.group)
-        decoded = unpack_chunk(data, n=end - start, bits=self.wire.return_bits, group=self.wire.group)
+        data = pack_chunk(exact, bits, self.group)
+        decoded = unpack_chunk(data, n=end - start, bits=bits, group=self.group)
         self.average[start:end] = decoded
         # What the encoding of the average lost goes into our error buffer, scaled so that our next
         # contribution moves the mean by it: local error feedback with the reducer's residual.
@@ -169,13 +151,11 @@ class Butterfly:
         return data
 
 
-def decode_chunks(
-    chunks: list[bytes], ranges: list[tuple[int, int]], n: int, wire: Wire, dtype: torch.dtype
-) -> Tensor:
+def decode_chunks(chunks: list[bytes], pieces: list[Piece], n: int, group: int, dtype: torch.dtype) -> Tensor:
     """The averaged vector [n] from its encoded chunks, as every member decoded it. Raises ValueError."""
     vector = torch.empty(n, dtype=dtype)
-    if len(chunks) != len(ranges):
-        raise ValueError(f"{len(chunks)} chunks, expected {len(ranges)}")
-    for data, (start, end) in zip(chunks, ranges, strict=True):
-        vector[start:end] = unpack_chunk(data, n=end - start, bits=wire.return_bits, group=wire.group)
+    if len(chunks) != len(pieces):
+        raise ValueError(f"{len(chunks)} chunks, expected {len(pieces)}")
+    for data, (start, end, _, bits) in zip(chunks, pieces, strict=True):
+        vector[start:end] = unpack_chunk(data, n=end - start, bits=bits, group=group)
     return vector

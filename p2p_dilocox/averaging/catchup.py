@@ -1,8 +1,9 @@
 """Rounds that a cluster was not in: their averages as bytes from one that was, decoded as its members did."""
 
 import asyncio
+from collections.abc import Sequence
 
-from p2p_dilocox.averaging.butterfly import Wire, decode_chunks
+from p2p_dilocox.averaging.butterfly import decode_chunks
 from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges
 from p2p_dilocox.averaging.service import Frame, Service
 from p2p_dilocox.compression import Layout
@@ -30,14 +31,15 @@ async def fetch_average(
 
 
 def decode_average(
-    outer: OuterState, layout: Layout, wire: Wire, chunks: list[bytes], num_members: int
+    outer: OuterState, layout: Layout, chunks: list[bytes], shares: Sequence[float]
 ) -> Average:
-    """num_members: of the round, which decides where its chunks were cut. Raises NotTrustedError."""
-    p_ranges = [r for part in chunk_ranges(layout, "p", num_members) for r in part]
-    q_ranges = [r for part in chunk_ranges(layout, "q", num_members) for r in part]
+    """shares: what the members cut the round by, see chunk_ranges. Raises NotTrustedError."""
+    p_pieces = [piece for part in chunk_ranges(layout, "p", shares) for piece in part]
+    q_pieces = [piece for part in chunk_ranges(layout, "q", shares) for piece in part]
+    group = layout.group
     try:
-        p = decode_chunks(chunks[: len(p_ranges)], p_ranges, layout.phase_numel("p"), wire, layout.dtype)
-        q = decode_chunks(chunks[len(p_ranges) :], q_ranges, layout.phase_numel("q"), wire, layout.dtype)
+        p = decode_chunks(chunks[: len(p_pieces)], p_pieces, layout.phase_numel("p"), group, layout.dtype)
+        q = decode_chunks(chunks[len(p_pieces) :], q_pieces, layout.phase_numel("q"), group, layout.dtype)
     except ValueError as error:
         raise NotTrustedError(f"a committed average cannot be decoded: {error}") from error
     code = CodedStage(outer, layout)

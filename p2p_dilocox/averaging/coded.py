@@ -8,37 +8,30 @@ low-rank factors first, then the second factor (PowerSGD).
 Pure arithmetic for the codec thread; nothing here waits.
 """
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from p2p_dilocox.averaging.butterfly import CHUNK_VALUES, Wire
-from p2p_dilocox.compression import Layout, as_matrix, back_project, orthonormalise, project
+from p2p_dilocox.averaging.butterfly import CHUNK_VALUES
+from p2p_dilocox.compression import Layout, Piece, as_matrix, back_project, orthonormalise, project
 from p2p_dilocox.compression.layout import Phase
 from p2p_dilocox.outer import Average, OuterState
-from p2p_dilocox.runspec import Compression
 
-__all__ = ["CodedStage", "chunk_ranges", "merged", "stage_layout", "wire_of"]
-
-
-def wire_of(compression: Compression) -> Wire:
-    return Wire(compression.bits, compression.return_bits, compression.group)
+__all__ = ["CodedStage", "chunk_ranges", "merged", "stage_layout"]
 
 
 def stage_layout(outer: OuterState, names: list[str], dense_names: frozenset[str]) -> Layout:
-    compression = outer.spec.compression
-    return Layout(
-        {name: tuple(outer.anchor[name].shape) for name in names},
-        lowrank=compression.lowrank,
-        group=compression.group,
-        dense_names=dense_names,
-        dtype=torch.float64 if compression.bits == 64 else torch.float32,
-    )
+    shapes = {name: tuple(outer.anchor[name].shape) for name in names}
+    return Layout(shapes, outer.spec.compression, dense_names=dense_names)
 
 
-def chunk_ranges(layout: Layout, phase: Phase, num_members: int) -> list[list[tuple[int, int]]]:
-    """Per member the chunks of its part, together the phase vector in order."""
-    parts = layout.cut_parts(phase, [1.0] * num_members)
-    return [layout.chunks(start, end, CHUNK_VALUES) for start, end in parts]
+def chunk_ranges(layout: Layout, phase: Phase, weights: Sequence[float]) -> list[list[Piece]]:
+    """Per member the chunks of its part, together the phase vector in order.
+
+    weights: how much of the averaging each member does, as in `Layout.cut_parts`.
+    """
+    parts = layout.cut_parts(phase, weights)
+    return [layout.chunks(phase, start, end, CHUNK_VALUES) for start, end in parts]
 
 
 class CodedStage:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from p2p_dilocox.averaging.butterfly import Butterfly, ContributionError
 from p2p_dilocox.averaging.catchup import decode_average, fetch_average
-from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges, merged, wire_of
+from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges, merged
 from p2p_dilocox.averaging.company import CALL_FAILED, Progress
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.lead import Lead
@@ -131,7 +131,6 @@ class Rounds:
         self._loop, self.service, self._outer, self.layouts = loop, service, outer, layouts
         self._me, self._lead, self._lead_peer = me, lead, lead_peer
         self._progress, self._timeouts, self._codec = progress, timeouts, codec
-        self._wire = wire_of(outer.spec.compression)
         self._chunks: dict[int, dict[int, list[bytes]]] = {}  # t -> stage -> encoded average
         self._results: dict[int, Result] = {}
         self._open: list[VectorKey] = []
@@ -263,8 +262,8 @@ class Rounds:
     ) -> Butterfly:
         me = roster.index_of(self._me)
         assert me is not None
-        parts = chunk_ranges(layout, phase, len(roster.members))
-        butterfly = Butterfly(vector, parts, roster.weights, me, self._wire, self._codec)
+        parts = chunk_ranges(layout, phase, [1.0] * len(roster.members))
+        butterfly = Butterfly(vector, parts, roster.weights, me, layout.group, self._codec)
         key = (t, roster.attempt, stage, phase, roster.key)
         try:
             await self.service.exchange(key, butterfly, roster.peers_of_stage(stage))
@@ -321,9 +320,8 @@ class Rounds:
         for stage, layout in self.layouts.items():
             peer = next((r.peer for r in donor if r.first_stage <= stage <= r.last_stage), self._lead_peer)
             chunks[stage] = await fetch_average(self.service, peer, result, stage, self._timeouts.round_s)
-            decode = partial(
-                decode_average, self._outer, layout, self._wire, chunks[stage], len(result.members)
-            )
+            shares = [1.0] * len(result.members)
+            decode = partial(decode_average, self._outer, layout, chunks[stage], shares)
             averages.append(await self._compute(decode))
         digests = {int(s): d for s, d in result.stage_digests.items()}
         combined = combined_digest(digests)

@@ -7,7 +7,7 @@ wire.py      one coded chunk as bytes with a header
 """
 
 from p2p_dilocox.compression.intn import BITS, decode, encode, encoded_bytes, round_trip
-from p2p_dilocox.compression.layout import CodedBytes, Layout, Phase
+from p2p_dilocox.compression.layout import CodedBytes, Layout, Phase, Piece
 from p2p_dilocox.compression.lowrank import (
     add_outer_,
     as_matrix,
@@ -28,6 +28,7 @@ __all__ = [
     "CodedBytes",
     "Layout",
     "Phase",
+    "Piece",
     "add_outer_",
     "as_matrix",
     "back_project",

@@ -1,8 +1,10 @@
-"""Where every tensor of a stage lies in the two vectors that a round averages.
+"""Where every tensor of a stage lies in the two vectors that a round averages, and how many bits it gets.
 
-Phase "p": for every low-rank matrix the r rows of P^T, each padded with zeros to whole groups so that a group
-of codes never mixes two directions (which would drown the weak one in the rounding of the strong one); then
-all dense tensors. Phase "q": the rows of Q^T, padded alike.
+Phase "p": the r rows of P^T of every low-rank matrix, first row 0 of all of them, then row 1 of all, and so
+on; then all dense tensors. Phase "q": the rows of Q^T in the same order. A row is padded with zeros to whole
+groups, so that a group of codes never mixes two directions, which would drown the weak one in the rounding of
+the strong one. The rows come strongest first (`next_basis` sorts them), so the first rows of all matrices,
+which may have more bits than the rest, are one stretch at the front.
 With lowrank 0 everything is dense and "q" is empty.
 
 Tensors lie in the order of their names, so clusters agree however they built their dictionaries.
@@ -21,10 +23,21 @@ from torch import Tensor
 
 from p2p_dilocox.compression.intn import encoded_bytes
 from p2p_dilocox.compression.lowrank import is_lowrank, matrix_shape
+from p2p_dilocox.settings import Compression
 
-__all__ = ["CodedBytes", "Layout", "Phase"]
+__all__ = ["CodedBytes", "Layout", "Phase", "Piece"]
 
 Phase = Literal["p", "q"]
+
+
+class Piece(NamedTuple):
+    """Values [start, end) of a phase vector that are coded alike: `bits` each as a contribution,
+    `return_bits` each as an average. start is a multiple of the group, and end unless the vector ends."""
+
+    start: int
+    end: int
+    bits: int
+    return_bits: int
 
 
 class CodedBytes(NamedTuple):
@@ -35,61 +48,62 @@ class CodedBytes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """One factor inside a phase vector: r rows of `length` values, `stride` apart, from `start`."""
+class _Columns:
+    """One factor among the low-rank values of a phase vector, which are [r, width]: `length` columns."""
 
     start: int
-    r: int
     length: int
-    stride: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.r * self.stride
+    r: int
+    width: int
 
     def view(self, vector: Tensor) -> Tensor:
         """The factor, [length, r], as a view of the phase vector."""
-        return vector[self.start : self.end].view(self.r, self.stride)[:, : self.length].T
+        rows = vector[: self.r * self.width].view(self.r, self.width)
+        return rows[:, self.start : self.start + self.length].T
 
 
 class Layout:
     """The phase vectors of one stage.
 
-    shapes: of every tensor, by global parameter name. lowrank: r, 0 for none. group: values per scale, a
-    multiple of 8 so that whole groups are whole bytes. dense_names: tensors never factored. dtype: of the
-    vectors; float64 for a lossless run (bits 64).
+    shapes: of every tensor, by global parameter name. dense_names: tensors never factored.
+    The vectors are float32, or float64 where a contribution has 64 bits (a lossless run).
     """
 
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
+        compression: Compression,
         *,
-        lowrank: int,
-        group: int,
         dense_names: frozenset[str] = frozenset(),
-        dtype: torch.dtype = torch.float32,
     ) -> None:
+        group, r = compression.group, compression.lowrank
         if group < 8 or group % 8:
             raise ValueError(f"group = {group}, must be a multiple of 8 (values that share a scale); take 64")
-        self.lowrank = lowrank
+        self.lowrank = r
         self.group = group
-        self.dtype = dtype
+        self.dtype = torch.float64 if compression.bits == 64 else torch.float32
         self.shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
-        self._p: dict[str, _Rows] = {}
-        self._q: dict[str, _Rows] = {}
+        matrices = {
+            name: matrix_shape(shape)
+            for name, shape in self.shapes.items()
+            if is_lowrank(name, shape, r, dense_names)
+        }
+        self._p, p_width = _place({name: m for name, (m, _) in matrices.items()}, r, group)
+        self._q, q_width = _place({name: n for name, (_, n) in matrices.items()}, r, group)
         self._dense: dict[str, slice] = {}
-        p_end = q_end = 0
+        p_end = r * p_width
         for name, shape in self.shapes.items():
-            if is_lowrank(name, shape, lowrank, dense_names):
-                m, n = matrix_shape(shape)
-                self._p[name] = _Rows(p_end, lowrank, m, _round_up(m, group))
-                self._q[name] = _Rows(q_end, lowrank, n, _round_up(n, group))
-                p_end, q_end = self._p[name].end, self._q[name].end
-        for name, shape in self.shapes.items():
-            if name not in self._p:
+            if name not in matrices:
                 self._dense[name] = slice(p_end, p_end + math.prod(shape))
                 p_end = self._dense[name].stop
-        self._numel: dict[Phase, int] = {"p": p_end, "q": q_end}
+        self._numel: dict[Phase, int] = {"p": p_end, "q": r * q_width}
+        strong = math.ceil(r * compression.strong_fraction - 1e-9)  # 30 * 0.1 is 3.0000000000000004
+        self._strong_end: dict[Phase, int] = {"p": strong * p_width, "q": strong * q_width}
+        self._bits = (compression.bits, compression.return_bits)
+        self._strong_bits = (
+            compression.strong_bits,
+            max(compression.strong_bits, compression.return_bits),
+        )
 
     @property
     def lowrank_names(self) -> tuple[str, ...]:
@@ -124,7 +138,7 @@ class Layout:
     def unpack_p(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(P [m, r] by name, dense tensors by name): views of a phase "p" vector, not copies."""
         self._check_vector("p", vector)
-        factors = {name: rows.view(vector) for name, rows in self._p.items()}
+        factors = {name: columns.view(vector) for name, columns in self._p.items()}
         return factors, {name: vector[place].view(self.shapes[name]) for name, place in self._dense.items()}
 
     def pack_q(self, factors: Mapping[str, Tensor]) -> Tensor:
@@ -137,7 +151,7 @@ class Layout:
     def unpack_q(self, vector: Tensor) -> dict[str, Tensor]:
         """Q [n, r] by name, as views of a phase "q" vector."""
         self._check_vector("q", vector)
-        return {name: rows.view(vector) for name, rows in self._q.items()}
+        return {name: columns.view(vector) for name, columns in self._q.items()}
 
     def cut_parts(self, phase: Phase, weights: Sequence[float]) -> list[tuple[int, int]]:
         """One (start, end) per weight: consecutive, in whole groups, together exactly the phase vector.
@@ -154,25 +168,36 @@ class Layout:
         ends = [min(numel, self.group * math.floor(groups * (s / sums[-1]) + 0.5)) for s in sums]
         return list(zip([0, *ends], ends, strict=False))
 
-    def chunks(self, start: int, end: int, max_values: int) -> list[tuple[int, int]]:
+    def chunks(self, phase: Phase, start: int, end: int, max_values: int) -> list[Piece]:
         """[start, end) cut into pieces of whole groups, max_values or fewer each. start: group-aligned."""
-        if start % self.group:
+        if start < end and start % self.group:
             raise ValueError(f"start = {start}, must be a multiple of the group, {self.group}")
         if max_values < self.group:
             raise ValueError(f"max_values = {max_values}, must be at least the group, {self.group}")
         step = max_values - max_values % self.group
-        return [(a, min(a + step, end)) for a in range(start, end, step)]
+        return [
+            Piece(a, min(a + step, stretch.end, end), stretch.bits, stretch.return_bits)
+            for stretch in self._stretches(phase)
+            for a in range(max(start, stretch.start), min(end, stretch.end), step)
+        ]
 
-    def coded_bytes(self, bits: int, return_bits: int) -> CodedBytes:
-        """Bytes of both phase vectors at `bits` and at `return_bits`; add wire.HEADER_BYTES per chunk.
+    def coded_bytes(self) -> CodedBytes:
+        """Bytes of both phase vectors; add wire.HEADER_BYTES per chunk.
 
         Parts and chunks of whole groups add up to exactly this. Of D equal members each sends (D-1)/D of it.
         """
-        numels = self._numel.values()
+        stretches = [*self._stretches("p"), *self._stretches("q")]
         return CodedBytes(
-            contribution=sum(encoded_bytes(numel, bits, self.group) for numel in numels),
-            average=sum(encoded_bytes(numel, return_bits, self.group) for numel in numels),
+            contribution=sum(encoded_bytes(s.end - s.start, s.bits, self.group) for s in stretches),
+            average=sum(encoded_bytes(s.end - s.start, s.return_bits, self.group) for s in stretches),
         )
+
+    def _stretches(self, phase: Phase) -> list[Piece]:
+        """The phase vector, cut where the bits change."""
+        numel, strong = self._numel[phase], self._strong_end[phase]
+        if self._strong_bits == self._bits:
+            strong = 0
+        return [Piece(0, strong, *self._strong_bits), Piece(strong, numel, *self._bits)]
 
     def _new_vector(self, phase: Phase, tensors: Sequence[Tensor]) -> Tensor:
         device = tensors[0].device if tensors else None
@@ -183,19 +208,25 @@ class Layout:
             raise ValueError(f"phase {phase} vector is {list(vector.shape)}, expected [{self._numel[phase]}]")
 
 
-def _write_factors(vector: Tensor, factors: Mapping[str, Tensor], places: Mapping[str, _Rows]) -> None:
-    for name, rows in places.items():
-        found, expected = tuple(factors[name].shape), (rows.length, rows.r)
+def _place(lengths: Mapping[str, int], r: int, group: int) -> tuple[dict[str, _Columns], int]:
+    """Where each factor is among rows of all of them, and how wide such a row is."""
+    starts = [0, *itertools.accumulate(length + -length % group for length in lengths.values())]
+    width = starts[-1]
+    return {
+        name: _Columns(start, length, r, width)
+        for (name, length), start in zip(lengths.items(), starts, strict=False)
+    }, width
+
+
+def _write_factors(vector: Tensor, factors: Mapping[str, Tensor], places: Mapping[str, _Columns]) -> None:
+    for name, columns in places.items():
+        found, expected = tuple(factors[name].shape), (columns.length, columns.r)
         if found != expected:
             raise ValueError(f"factor of {name} is {list(found)}, expected {list(expected)}")
-        rows.view(vector).copy_(factors[name])
+        columns.view(vector).copy_(factors[name])
 
 
 def _same_names(given: Mapping[str, Tensor], expected: Mapping[str, object], what: str) -> None:
     if given.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
         raise ValueError(f"{what} do not fit the layout: missing {missing}, not expected {extra}")
-
-
-def _round_up(value: int, step: int) -> int:
-    return value + -value % step

@@ -113,9 +113,7 @@ def test_bytes_on_the_wire_are_what_the_codec_predicts(swarm: MakeSwarm, bits: i
     clusters = [net.join(), net.join()]
     for cluster in clusters:
         cluster.contribute(1, deltas(1))
-    coded = sum(
-        layout.coded_bytes(bits, bits).contribution for layout in clusters[0].ranks[0].rounds.layouts.values()
-    )
+    coded = sum(layout.coded_bytes().contribution for layout in clusters[0].ranks[0].rounds.layouts.values())
     for cluster in clusters:
         (outcome,) = cluster.land()
         assert coded <= outcome.sent_bytes <= 1.1 * coded  # 2 (D - 1) / D = 1 for two clusters

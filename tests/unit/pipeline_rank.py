@@ -73,7 +73,16 @@ def spec_of(model: str, stages: int, schedule: str = "1f1b", microbatches: int =
         ),
         outer=Outer(lr=0.7, momentum=0.7),
         overlap=Overlap(mode="none", keep=0.0),
-        compression=Compression(bits=32, return_bits=32, group=64, lowrank=0, feedback="none", gamma=0.0),
+        compression=Compression(
+            bits=32,
+            return_bits=32,
+            strong_bits=32,
+            strong_fraction=0.0,
+            group=64,
+            lowrank=0,
+            feedback="none",
+            gamma=0.0,
+        ),  # fmt: skip
     )
 
 

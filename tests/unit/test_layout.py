@@ -6,9 +6,12 @@ from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from p2p_dilocox.compression import Layout, Phase, decode, encode, encoded_bytes, round_trip
+from p2p_dilocox.compression import BITS, Layout, Phase, Piece, decode, encode, encoded_bytes, round_trip
+from p2p_dilocox.settings import Compression
 
 SHAPES = {
     "model.layers.0.mlp.up_proj.weight": (100, 40),
@@ -22,8 +25,20 @@ EMBEDDINGS = frozenset({"model.embed_tokens.weight"})
 PHASES = get_args(Phase)
 
 
-def layout(lowrank: int = 8, group: int = 16, dtype: torch.dtype = torch.float32) -> Layout:
-    return Layout(SHAPES, lowrank=lowrank, group=group, dense_names=EMBEDDINGS, dtype=dtype)
+def layout(
+    lowrank: int = 8,
+    group: int = 16,
+    bits: int = 4,
+    return_bits: int = 4,
+    strong_bits: int = 4,
+    strong_fraction: float = 0.25,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+) -> Layout:
+    compression = Compression(
+        bits=bits, return_bits=return_bits, strong_bits=strong_bits, strong_fraction=strong_fraction,
+        group=group, lowrank=lowrank, feedback="none", gamma=1.0,
+    )  # fmt: skip
+    return Layout(shapes, compression, dense_names=EMBEDDINGS)
 
 
 def tensors(of: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -50,11 +65,11 @@ def test_matrices_are_factored_and_the_rest_is_dense() -> None:
     assert not set(layout().lowrank_names) & set(layout().dense_names)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (64, torch.float64)])
 @pytest.mark.parametrize("lowrank", [0, 2, 8])
 @pytest.mark.parametrize("group", [8, 16, 64, 1024])
-def test_unpack_is_the_inverse_of_pack(lowrank: int, group: int, dtype: torch.dtype) -> None:
-    of = layout(lowrank, group, dtype)
+def test_unpack_is_the_inverse_of_pack(lowrank: int, group: int, bits: int, dtype: torch.dtype) -> None:
+    of = layout(lowrank, group, bits, strong_bits=bits)
     p, dense, q = tensors(of)
     p_vector, q_vector = of.pack_p(p, dense), of.pack_q(q)
     assert (p_vector.shape, p_vector.dtype) == ((of.phase_numel("p"),), dtype)
@@ -71,13 +86,13 @@ def test_without_lowrank_phase_q_is_empty_and_p_holds_every_value_once() -> None
     assert len(of.pack_q({})) == 0
     assert of.unpack_q(of.pack_q({})) == {}
     assert of.cut_parts("q", [1.0, 1.0]) == [(0, 0), (0, 0)]
-    assert of.chunks(0, 0, 1024) == []
+    assert of.chunks("q", 0, 0, 1024) == []
 
 
 def test_a_stage_without_tensors_is_two_empty_vectors() -> None:
-    of = Layout({}, lowrank=8, group=16)
+    of = layout(shapes={})
     assert len(of.pack_p({}, {})) == len(of.pack_q({})) == 0
-    assert of.coded_bytes(4, 8) == (0, 0)
+    assert of.coded_bytes() == (0, 0)
 
 
 def test_a_group_holds_one_direction_only() -> None:
@@ -97,7 +112,7 @@ def test_a_group_holds_one_direction_only() -> None:
 
 def test_the_order_of_the_dictionary_does_not_matter() -> None:
     p, dense, _ = tensors(layout())
-    other = Layout(dict(reversed(SHAPES.items())), lowrank=8, group=16, dense_names=EMBEDDINGS)
+    other = layout(shapes=dict(reversed(SHAPES.items())))
     assert torch.equal(
         layout().pack_p(p, dense), other.pack_p(dict(reversed(p.items())), dict(reversed(dense.items())))
     )
@@ -142,36 +157,91 @@ def test_weights_that_cannot_cut_are_refused(weights: list[float]) -> None:
         layout().cut_parts("p", weights)
 
 
-@pytest.mark.parametrize("max_values", [16, 100, 4_096, 10**9])
-def test_chunks_cover_a_part_once_in_whole_groups(max_values: int) -> None:
-    of = layout()
-    for start, end in of.cut_parts("p", [1.0, 2.0, 1.0]):
-        chunks = of.chunks(start, end, max_values)
-        assert (chunks[0][0], chunks[-1][1]) == (start, end)
-        assert all(left[1] == right[0] for left, right in itertools.pairwise(chunks))
-        assert all(a % of.group == 0 and a < b <= a + max_values for a, b in chunks)
+def bits_of(of: Layout, phase: Phase, strong: int, weak: int) -> list[int]:
+    """Bits that every value of a phase vector should have: by its direction, or `weak` if it has none."""
+
+    # Each value of a marked factor is its direction, counted from 1; dense tensors are 0.
+    def marked(rows: int) -> Tensor:
+        return torch.arange(1.0, of.lowrank + 1).expand(rows, -1)
+
+    p = {name: marked(SHAPES[name][0]) for name in of.lowrank_names}
+    q = {name: marked(math.prod(SHAPES[name][1:])) for name in of.lowrank_names}
+    dense = {name: torch.zeros(SHAPES[name]) for name in of.dense_names}
+    vector = of.pack_p(p, dense) if phase == "p" else of.pack_q(q)
+    return [0 if v == 0 else strong if v <= math.ceil(of.lowrank / 4) else weak for v in vector.tolist()]
+
+
+@given(
+    phase=st.sampled_from(PHASES),
+    lowrank=st.integers(0, 20),
+    group=st.sampled_from([8, 16, 64]),
+    strong_bits=st.sampled_from([4, 8]),
+    return_bits=st.sampled_from([3, 4, 16]),
+    weights=st.lists(st.floats(0, 10), min_size=1, max_size=6).filter(any),
+    max_values=st.integers(64, 5_000),
+)
+def test_pieces_cover_the_vector_once_in_whole_groups_of_one_kind(
+    phase: Phase, lowrank: int, group: int, strong_bits: int, return_bits: int, weights: list[float],
+    max_values: int,
+) -> None:  # fmt: skip
+    of = layout(lowrank, group, 4, return_bits, strong_bits)
+    pieces = [
+        piece
+        for start, end in of.cut_parts(phase, weights)
+        for piece in of.chunks(phase, start, end, max_values)
+    ]
+    numel = of.phase_numel(phase)
+    assert [start for start, *_ in pieces] + [numel] == [0, *(end for _, end, *_ in pieces)]
+    assert all(start % group == 0 and 0 < end - start <= max_values for start, end, *_ in pieces)
+    there, back = (
+        bits_of(of, phase, strong_bits, 4),
+        bits_of(of, phase, max(strong_bits, return_bits), return_bits),
+    )
+    for start, end, bits, bits_back in pieces:
+        # 0 is a dense tensor, or the padding of a direction, which has the bits of its neighbours
+        assert set(there[start:end]) <= {0, bits}
+        assert set(back[start:end]) <= {0, bits_back}
+
+
+def test_without_more_bits_for_strong_directions_pieces_are_as_few_as_can_be() -> None:
+    of = layout(bits=4, return_bits=8, strong_bits=4)
+    numel = of.phase_numel("p")
+    # strong_bits = 4 back means at least the 8 of all others
+    assert of.chunks("p", 0, numel, 10**9) == [Piece(0, numel, 4, 8)]
+
+
+def test_a_quarter_of_the_directions_rounded_up_is_strong() -> None:
+    of = layout(lowrank=9, group=64, bits=2, return_bits=4, strong_bits=8)
+    # rows of 100 and 48 values are padded to 128 and 64; 3 of 9 are strong
+    assert of.chunks("p", 0, of.phase_numel("p"), 10**9)[0] == Piece(0, 3 * 192, 8, 8)
+    assert of.chunks("q", 0, of.phase_numel("q"), 10**9) == [
+        Piece(0, 3 * 128, 8, 8), Piece(3 * 128, 9 * 128, 2, 4)
+    ]  # fmt: skip
+    exact = layout(lowrank=30, group=64, strong_bits=8, strong_fraction=0.1, shapes={"w": (128, 128)})
+    assert exact.chunks("q", 0, exact.phase_numel("q"), 10**9)[0].end == 3 * 128
 
 
 def test_chunks_that_would_split_a_group_are_refused() -> None:
     with pytest.raises(ValueError, match="start = 8"):
-        layout().chunks(8, 100, 64)
+        layout().chunks("p", 8, 100, 64)
     with pytest.raises(ValueError, match="max_values = 15"):
-        layout().chunks(0, 100, 15)
+        layout().chunks("p", 0, 100, 15)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16, 32, 64])
-def test_coded_bytes_are_what_parts_and_chunks_add_up_to(bits: int) -> None:
-    of = layout(group=8)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("strong_bits", [4, 8, 64])
+def test_coded_bytes_are_what_parts_and_chunks_add_up_to(bits: int, strong_bits: int) -> None:
+    of = layout(8, 8, bits, 32, strong_bits)
     p, dense, q = tensors(of)
     vectors: dict[Phase, Tensor] = {"p": of.pack_p(p, dense), "q": of.pack_q(q)}
-    sent = sum(
-        len(encode(vectors[phase][a:b], bits, of.group))
-        for phase in PHASES
-        for start, end in of.cut_parts(phase, [1.0, 2.0, 4.0])
-        for a, b in of.chunks(start, end, 1_000)
-    )
-    assert of.coded_bytes(bits, 32).contribution == sent
-    assert of.coded_bytes(32, bits).average == sent
+    there = back = 0
+    for phase in PHASES:
+        for start, end in of.cut_parts(phase, [1.0, 2.0, 4.0]):
+            for piece in of.chunks(phase, start, end, 1_000):
+                values = vectors[phase][piece.start : piece.end]
+                there += len(encode(values, piece.bits, of.group))
+                back += len(encode(values, piece.return_bits, of.group))
+    assert of.coded_bytes() == (there, back)
 
 
 def test_a_vector_rounded_beforehand_crosses_the_wire_in_chunks_without_loss() -> None:
@@ -179,10 +249,10 @@ def test_a_vector_rounded_beforehand_crosses_the_wire_in_chunks_without_loss() -
     p, dense, _ = tensors(of)
     rounded = round_trip(of.pack_p(p, dense), 4, of.group)
     for start, end in of.cut_parts("p", [1.0, 1.5, 0.3]):
-        for a, b in of.chunks(start, end, 500):
-            data = encode(rounded[a:b], 4, of.group)
-            assert len(data) == encoded_bytes(b - a, 4, of.group)
-            assert torch.equal(decode(data, b - a, 4, of.group), rounded[a:b])
+        for a, b, bits, _ in of.chunks("p", start, end, 500):
+            data = encode(rounded[a:b], bits, of.group)
+            assert len(data) == encoded_bytes(b - a, bits, of.group)
+            assert torch.equal(decode(data, b - a, bits, of.group), rounded[a:b])
 
 
 def test_unpacked_tensors_are_views_of_the_vector() -> None:

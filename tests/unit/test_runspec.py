@@ -63,8 +63,9 @@ def test_a_good_spec_is_read_with_the_defaults_of_its_recipe() -> None:
     assert spec.outer == Outer(lr=0.7, momentum=0.7)
     assert spec.overlap == Overlap(mode="arrival", keep=0.5)
     assert spec.compression == Compression(
-        bits=4, return_bits=4, group=64, lowrank=64, feedback="local", gamma=0.5
-    )
+        bits=4, return_bits=4, strong_bits=4, strong_fraction=0.125, group=64, lowrank=64,
+        feedback="local", gamma=0.5,
+    )  # fmt: skip
     assert total_inner_steps(spec) == 15
 
 
@@ -218,7 +219,12 @@ ONE_KEY = [
         "bits = 5, must be one of 2, 3, 4, 8, 16, 32, 64",
     ),
     ("lr = 1e-3", "lr = 1e-3\n[compression]\nreturn_bits = 1", 27, "return_bits = 1, must be one of 2, 3, 4"),
-    ("lr = 1e-3", "lr = 1e-3\n[compression]\ngroup = 0", 27, "group = 0, must be between 1 and 65536"),
+    (
+        "lr = 1e-3",
+        "lr = 1e-3\n[compression]\ngroup = 0",
+        27,
+        "group = 0, must be a multiple of 8 from 8 to 65528",
+    ),
     ("lr = 1e-3", "lr = 1e-3\n[compression]\nlowrank = -1", 27, "lowrank = -1, must be between 0 and 65536"),
     ("lr = 1e-3", "lr = 1e-3\n[compression]\ngamma = 2", 27, "gamma = 2, must be between 0 and 1"),
     (
