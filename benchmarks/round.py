@@ -112,15 +112,15 @@ def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> l
         for p in theta.values():
             p.sub_(0.01 * torch.randn_like(p))
         outer.contribute(theta)
-        outer.mark_sent(theta)
         started = time.monotonic()
         outcome = made.start(t, Offer(1.0)).wait(lambda: False)
         assert outcome is not None
         assert len(outcome.steps[0].members) == clusters, outcome.reason
         step = outcome.steps[0]
         assert step.own is not None
-        outer.step(step.average, t, step.members, step.digest)
         outer.commit(step.average, step.own)
+        with outer.restart_(theta, 0.5):
+            outer.step(step.average, t, step.members, step.digest)
         seconds = time.monotonic() - started
         progress.move_to(t, outer)
         results.append({"seconds": seconds, "sent": outcome.sent_bytes, "predicted": predicted})

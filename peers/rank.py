@@ -281,7 +281,7 @@ def _download(
             for name, parameter in rank.pipeline.parameters.items():
                 parameter.copy_(rank.outer.anchor[name])
         rank.pipeline.sync_tied_()
-        rank.landed, rank.unsent_tokens = False, 0
+        rank.unsent_tokens = 0
         rank.progress.move_to(rank.outer.t, rank.outer)
         rank.t, rank.h = rank.outer.t + 1, 0
 

@@ -121,7 +121,6 @@ class SwarmRank:
             for name, p in self.parameters.items():
                 p.sub_(delta if isinstance(delta, float) else delta[name])
         self.outer.contribute(self.parameters)
-        self.outer.mark_sent(self.parameters)
         self.pending = self.rounds.start(t, Offer(weight))
 
     def land(self, keep: float = 0.5) -> Outcome:
@@ -131,16 +130,13 @@ class SwarmRank:
         self.pending = None
         last = outcome.steps[-1] if outcome.steps else None
         with self.lock:
-            for step in outcome.steps:
-                self.outer.step(step.average, step.t, step.members, step.digest)
             if last is not None and last.own is not None:
                 self.outer.commit(last.average, last.own)
-            else:
-                self.outer.keep_undelivered()
+            if last is not None:
+                with self.outer.restart_(self.parameters, keep):
+                    for step in outcome.steps:
+                        self.outer.step(step.average, step.t, step.members, step.digest)
         self.progress.move_to(max(outcome.t, self.outer.t), self.outer)
-        if last is not None:
-            self.outer.restart_(self.parameters, keep)
-            self.outer.mark_sent(self.outer.anchor)
         return outcome
 
     def close(self) -> None:
