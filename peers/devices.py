@@ -1,10 +1,13 @@
 """The devices of a cluster: one rank process per device."""
 
+import math
+import os
 import re
+from collections.abc import Sequence
 
 from p2p_dilocox.errors import SpecError
 
-__all__ = ["check_form", "parse_devices"]
+__all__ = ["check_form", "check_shared_memory", "parse_devices"]
 
 _FORMS = "Give cpu:2 (two processes), cuda:0,1 (one per GPU) or auto."
 
@@ -40,6 +43,35 @@ def parse_devices(text: str, stages: int) -> tuple[str, ...]:
             f"so a cluster has 1 to {stages} of them."
         )
     return tuple(devices)
+
+
+NCCL_SEGMENT_BYTES = 9_637_888
+"""What NCCL takes from /dev/shm for each direction of a channel between two GPUs that cannot reach each
+other's memory: the size its errors name, with its default buffers (NVIDIA/nccl issues 342 and 1518)."""
+NCCL_SEGMENTS_PER_RANK = 10
+"""Two channels, as such GPUs get (issue 1518), of a ring, of a tree's two directions, and of sends to both
+neighbours in the pipeline. NVIDIA's guide (NCCL, "Shared memory") asks for 1g; this is 0.8 GB for 8 GPUs."""
+
+
+def check_shared_memory(devices: Sequence[str], directory: str = "/dev/shm") -> None:
+    """Raises SpecError if NCCL would not find room there for the ranks of this cluster.
+
+    It would fail, or die of SIGBUS, when the first ranks talk, after the cluster has joined. Only several
+    GPUs need any: the ranks of a CPU cluster talk through sockets, and nothing else of ours is in /dev/shm.
+    """
+    if len(devices) < 2 or not devices[0].startswith("cuda"):
+        return
+    try:
+        state = os.statvfs(directory)
+    except OSError:
+        return  # NCCL has other ways where there is no such directory
+    free, need = state.f_bavail * state.f_frsize, len(devices) * NCCL_SEGMENTS_PER_RANK * NCCL_SEGMENT_BYTES
+    if free < need:
+        raise SpecError(
+            f"{directory} has {free / 1e6:.0f} MB free, and NCCL needs {need / 1e6:.0f} MB there between "
+            f"{len(devices)} GPUs. In Docker start the container with --shm-size {math.ceil(need / 2**30)}g; "
+            "without Docker, look what fills it, or use one GPU."
+        )
 
 
 def _check_gpus(text: str, devices: list[str]) -> None:

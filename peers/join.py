@@ -14,7 +14,7 @@ from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.maddr import check_maddr
 from p2p_dilocox.tokenizer import vocabulary_size
 
-from .devices import check_form, parse_devices
+from .devices import check_form, check_shared_memory, parse_devices
 from .display import Display, LiveDisplay, PlainDisplay
 from .profile import Profile, load_profile
 from .progress import Progress
@@ -81,6 +81,7 @@ def join_run(options: JoinOptions) -> int:
         source_files(spec.data)  # before anything joins the swarm: are the files here?
         vocabulary_size(spec.data.tokenizer)
         devices = parse_devices(wanted_devices, spec.model.stages)
+        check_shared_memory(devices)
         threads = options.threads or profile.threads or max(1, _cores() // len(devices))
         name = options.name or f"cluster-{key.cluster_id[:6]}"
         workers: list[dict[str, Any]] = [

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,27 @@ def test_wrong_devices_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, text
         devices.parse_devices(text, 2)
     assert words in str(error.value)
     assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "free", "refused"),
+    [(2, 64 << 20, True), (2, 256 << 20, False), (8, 256 << 20, True), (8, 1 << 30, False), (1, 0, False)],
+)
+def test_gpus_are_refused_where_nccl_would_have_no_room(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, free: int, refused: bool
+) -> None:
+    """Field report H3: a container has 64 MiB of shared memory unless it is told otherwise."""
+    state = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096)
+    monkeypatch.setattr("os.statvfs", lambda _path: state)
+    devices.check_shared_memory(["cpu"] * ranks)
+    gpus = [f"cuda:{i}" for i in range(ranks)]
+    if not refused:
+        devices.check_shared_memory(gpus)
+        return
+    with pytest.raises(SpecError) as error:
+        devices.check_shared_memory(gpus)
+    assert f"/dev/shm has {free / 1e6:.0f} MB free" in str(error.value)
+    assert f"{ranks * 96.37888:.0f} MB" in str(error.value) and "--shm-size 1g" in str(error.value)
 
 
 def test_every_shipped_profile_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:

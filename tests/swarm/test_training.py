@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from p2p_dilocox.checkpoint.store import newest
 from p2p_dilocox.data import Batches, load_tokens
-from p2p_dilocox.events import Event, Finished, InnerStep, Phase, RoundCommitted, Warned
+from p2p_dilocox.events import Event, Finished, InnerStep, Phase, RoundCommitted, StepSkipped, Warned
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.invariants import check_history, read_history
 from p2p_dilocox.outer import OuterState
@@ -83,7 +85,8 @@ class Peer:
             "link": str(JoinLink("test", net.organiser.public, tuple(net.link[1]))), "rendezvous": "",
             "run_text": net.text, "name": name, "listen": "/ip4/127.0.0.1/tcp/0", "announce": None,
         }  # fmt: skip
-        self.thread = threading.Thread(target=self._run, args=(run_rank, config))
+        self.on_event: Callable[[Event], None] = lambda _event: None  # in the training loop's thread
+        self.thread = threading.Thread(target=self._run, args=(run_rank, config), name=name)
         self.thread.start()
 
     def _run(self, run_rank: Any, config: dict[str, Any]) -> None:
@@ -98,6 +101,7 @@ class Peer:
         with self.reached:
             self.events.append(event)
             self.reached.notify_all()
+        self.on_event(event)
 
     def until(self, done: Callable[[Event], bool]) -> None:
         with self.reached:
@@ -200,10 +204,75 @@ def test_a_late_cluster_downloads_the_state_and_is_in_step_from_then_on(
     assert len(shared) >= 3
     for event in shared:
         assert event.parameter_digests == digests[event.t]
-    rates = {(e.t, e.h): e.lr for e in early.events if isinstance(e, InnerStep)}  # field report C9
-    for inner in late.events:
-        if isinstance(inner, InnerStep) and (inner.t, inner.h) in rates:
-            assert inner.lr == rates[inner.t, inner.h]
+
+
+def test_a_cluster_that_joins_half_way_has_the_learning_rates_of_the_others(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer]
+) -> None:
+    """Field report C9: outer step 10 of 20, on a cosine schedule with a warm-up."""
+    text = run_text(outer_steps=20, more="[compression]\nlowrank = 8\n")
+    net = swarm(text)
+    early = join(net, "early")
+    half_way, there = threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        if isinstance(event, RoundCommitted) and event.t == 10:
+            half_way.set()
+            there.wait(60)
+
+    early.on_event = hold
+    assert half_way.wait(60)
+    late = join(net, "late")
+    late.until(lambda e: isinstance(e, Phase) and e.name == "training")
+    there.set()
+    early.finish()
+    late.finish()
+    total, peak, warm_up = 20 * 3, 1e-2, 4
+    for peer, first in ((early, 1), (late, 10)):
+        steps = [e for e in peer.events if isinstance(e, InnerStep)]
+        assert steps[0].t >= first and steps[-1].t == 20
+        for e in steps:
+            n = (e.t - 1) * 3 + e.h - 1
+            cosine = 0.5 * (1 + math.cos(math.pi * (n - warm_up) / (total - warm_up)))
+            expected = peak * ((n + 1) / warm_up if n < warm_up else 0.1 + 0.9 * cosine)
+            assert e.lr == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("h", [1])  # of 3: good steps follow before the round
+def test_a_gradient_that_is_not_finite_costs_one_cluster_one_step_and_the_others_nothing(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], monkeypatch: pytest.MonkeyPatch, h: int
+) -> None:
+    """Field report C1."""
+    net = swarm(run_text(outer_steps=6, min_clusters=2, more="[compression]\nlowrank = 8\n"))
+    forward_backward, calls = Pipeline.forward_backward, {"good": 0, "bad": 0}
+
+    def with_a_fault(self: Pipeline, tokens: torch.Tensor) -> None:
+        forward_backward(self, tokens)
+        name = threading.current_thread().name
+        calls[name] += 1
+        if name == "bad" and calls[name] == 3 + h:  # in outer step 2
+            grad = next(iter(self.parameters.values())).grad
+            assert grad is not None
+            grad[0, 0] = math.nan
+
+    monkeypatch.setattr(Pipeline, "forward_backward", with_a_fault)
+    good, bad = join(net, "good"), join(net, "bad")
+    assert good.finish().parameter_digests == bad.finish().parameter_digests
+    (skipped,) = [e for e in bad.events if isinstance(e, StepSkipped)]
+    assert (skipped.t, skipped.h, skipped.skipped) == (2, h, 1) and "nan" in skipped.message
+    assert not any(isinstance(e, StepSkipped) for e in good.events)
+    for peer, steps in ((good, 18), (bad, 17)):
+        losses = peer.losses()
+        assert len(losses) == steps and all(map(math.isfinite, losses.values()))
+        assert "NaN" not in json.dumps([e.to_dict() for e in peer.events])
+        committed = [e for e in peer.events if isinstance(e, RoundCommitted)]
+        assert [(e.t, len(e.members)) for e in committed] == [(t, 2) for t in range(1, 7)]
+    assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in (good, bad))) == []
+    saved = newest(bad.state / "checkpoints", spec_digest(net.text))
+    assert saved is not None
+    with safe_open(saved.path / "rank0.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            assert torch.isfinite(file.get_tensor(name)).all(), name
 
 
 @pytest.mark.parametrize(
