@@ -2,7 +2,14 @@
 
 import os
 
+import hypothesis
+
 # No test asks a hub, and none waits for one: what the tests read is in the package or made by them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Several processes share the machine, and matrix products have the same bits on every one.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A slow machine is no bug, and a failure must come again when the test is run again.
+hypothesis.settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("steady")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from p2p_dilocox.averaging.butterfly import CHUNK_VALUES
-from p2p_dilocox.compression import Layout, Piece, as_matrix, back_project, orthonormalise, project
+from p2p_dilocox.compression import Layout, Piece, as_matrix, back_project, next_basis, orthonormalise, project
 from p2p_dilocox.compression.layout import Phase
 from p2p_dilocox.outer import Average, OuterState
 
@@ -35,7 +35,10 @@ def chunk_ranges(layout: Layout, phase: Phase, weights: Sequence[float]) -> list
 
 
 class CodedStage:
-    """One stage in one round. `outer.residual` holds M and is not changed before the round is over."""
+    """One stage in one round. `outer.residual` holds M and is not changed before the round is over.
+
+    All products and factorisations run on the device of the anchor; the phase vectors are on the host.
+    """
 
     def __init__(self, outer: OuterState, layout: Layout) -> None:
         self._outer = outer
@@ -43,15 +46,13 @@ class CodedStage:
         self._p_hat: dict[str, Tensor] = {}
 
     def vector_p(self) -> Tensor:
-        """float32 (float64 if lossless) [phase_numel("p")] on the CPU."""
-        residual = self._outer.residual
-        factors = {
-            name: project(
-                as_matrix(residual[name]), orthonormalise(self._outer.basis[name]).to(residual[name])
-            )
-            for name in self.layout.lowrank_names
-        }
-        return self.layout.pack_p(factors, {n: residual[n] for n in self.layout.dense_names}).cpu()
+        """float32 (float64 if lossless) [phase_numel("p")]."""
+        outer, factors = self._outer, {}
+        for name in self.layout.lowrank_names:
+            matrix = as_matrix(outer.residual[name])
+            factors[name] = project(matrix, next_basis(outer.basis[name].to(matrix.device)).to(matrix.dtype))
+        dense = {name: outer.undelivered[name] for name in self.layout.dense_names}
+        return self.layout.pack_p(factors, dense).cpu()
 
     def vector_q(self, average_p: Tensor) -> Tensor:
         """[phase_numel("q")], from the averaged vector of phase p."""
@@ -64,8 +65,8 @@ class CodedStage:
     def orthonormalise(self, average_p: Tensor) -> None:
         """Fix P_hat, from the averaged vector of phase p."""
         factors, _ = self.layout.unpack_p(average_p)
-        residual = self._outer.residual
-        self._p_hat = {name: orthonormalise(p).to(residual[name]) for name, p in factors.items()}
+        anchor = self._outer.anchor
+        self._p_hat = {name: orthonormalise(p.to(anchor[name].device)) for name, p in factors.items()}
 
     def decode(self, vector_p: Tensor, vector_q: Tensor) -> Average:
         """What a pair of vectors stands for: the average, or our own contribution as others decode it.

@@ -47,10 +47,12 @@ def encoded_bytes(n: int, bits: int, group: int) -> int:
     return 2 * -(-n // group) + -(-n * bits // 8)
 
 
-def encode(values: Tensor, bits: int, group: int) -> bytes:
+def encode(values: Tensor, bits: int, group: int, *, decoded: Tensor | None = None) -> bytes:
     """n values as encoded_bytes(n, bits, group) bytes.
 
     values: any float dtype [n], any device; computed in float32 (float64 for bits 64).
+    decoded: [n] on the same device; is given what decode() will make of the bytes, for half of its price. May
+    be `values` itself.
     With bits <= 8 and scale s of its group, each value comes back within s/2 * (1 + 2^-7). A group whose
     scale would be subnormal (all |x| below about q * 2^-126) comes back as zeros.
     Raises ValueError on NaN or infinity, also where a narrower float would overflow.
@@ -59,8 +61,13 @@ def encode(values: Tensor, bits: int, group: int) -> bytes:
     out = bytearray(encoded_bytes(n, bits, group))
     if n == 0:
         return b""
+    if decoded is not None and decoded.shape != values.shape:
+        raise ValueError(f"decoded is {list(decoded.shape)}, values are {list(values.shape)}")
     if bits in _FLOATS:
-        torch.frombuffer(out, dtype=_FLOATS[bits]).copy_(_as_floats(values, bits))
+        floats = _as_floats(values, bits)
+        torch.frombuffer(out, dtype=_FLOATS[bits]).copy_(floats)
+        if decoded is not None:
+            decoded.copy_(floats)
         return bytes(out)
     groups = -(-n // group)
     scales_out = torch.frombuffer(out, dtype=torch.bfloat16, count=groups)
@@ -74,6 +81,8 @@ def encode(values: Tensor, bits: int, group: int) -> bytes:
         first = start // group
         scales_out[first : first + len(scales)] = scales
         codes_out[start * bits // 8 : start * bits // 8 + len(packed)] = packed
+        if decoded is not None:
+            decoded[start : start + k] = _dequantise(scales, shifted, bits)[:k]
     return bytes(out)
 
 
@@ -134,9 +143,7 @@ def round_trip(values: Tensor, bits: int, group: int) -> Tensor:
     for start in range(0, n, step):
         k = min(step, n - start)
         scales, shifted = _quantise(values[start : start + k], bits, group)
-        # (_ROUND + offset) - (_ROUND + offset) is +0.0 also for negative values, as in decode.
-        rows = shifted.sub_(_ROUND + (1 << (bits - 1))).mul_(scales.to(torch.float32)[:, None])
-        out[start : start + k] = rows.view(-1)[:k]
+        out[start : start + k] = _dequantise(scales, shifted, bits)[:k]
     return out
 
 
@@ -156,6 +163,12 @@ def _quantise(values: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     # Division, not multiplication by 1 / scale, which is subnormal or infinite at the ends of the range.
     divisors = scales.to(torch.float32).masked_fill_(scales == 0, 1.0)
     return scales, (rows / divisors[:, None]).add_(_ROUND + (1 << (bits - 1)))
+
+
+def _dequantise(scales: Tensor, shifted: Tensor, bits: int) -> Tensor:
+    """The values of _quantise's result as decode() makes them, float32 [groups * g]. Overwrites `shifted`."""
+    # (_ROUND + offset) - (_ROUND + offset) is +0.0 also for negative values, as in decode.
+    return shifted.sub_(_ROUND + (1 << (bits - 1))).mul_(scales.to(torch.float32)[:, None]).view(-1)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

@@ -7,7 +7,7 @@ One round:
     P_hat = orthonormalise(mean of all P)           orthonormalise
     Q_new = M^T P_hat           each cluster        back_project
     own = P_hat Q_new^T;  average = P_hat (mean of all Q_new)^T
-    next round's Q = next_basis(mean of all Q_new)  warm start
+    next round's Q = next_basis(mean of all Q_new)  warm start, strongest direction first
 
 Everything here is a pure function or says _ at its end; dtype and device are those of the matrix.
 """
@@ -81,11 +81,19 @@ def back_project(matrix: Tensor, p_hat: Tensor) -> Tensor:
 
 
 def next_basis(q_average: Tensor) -> Tensor:
-    """The warm start of the next round, [n, r]: an orthonormal basis of the averaged Q.
+    """The warm start of the next round, [n, r]: an orthonormal basis of the averaged Q, strongest first.
 
     Orthonormal, so that no direction of P is a near copy of another, which few-bit codes would not survive.
+    The columns of Q = M^T P_hat are sorted by their norms, which approach the singular values of M: every
+    factorisation on the way mixes a column with those before it only, so a round is a step of the QR
+    algorithm and the order stays. Sorting by a singular value decomposition of Q gives the same errors
+    (docs/recipes.md), but its signs, and its vectors where two singular values meet, are up to the machine,
+    and clusters must not differ in a whole direction. Norms are compared to 2^-20 of the largest, and
+    equal ones stay in their order, as those of an initial basis.
     """
-    return orthonormalise(q_average)
+    norms = q_average.to(torch.float64).norm(dim=0)
+    steps = torch.round(norms / norms.max().clamp(min=torch.finfo(torch.float64).tiny) * (1 << 20))
+    return orthonormalise(q_average[:, torch.argsort(steps, descending=True, stable=True)])
 
 
 def subtract_outer_(matrix: Tensor, p: Tensor, q: Tensor) -> Tensor:

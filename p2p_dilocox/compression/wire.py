@@ -24,11 +24,14 @@ def chunk_bytes(n: int, bits: int, group: int) -> int:
     return HEADER_BYTES + encoded_bytes(n, bits, group)
 
 
-def pack_chunk(values: Tensor, bits: int, group: int) -> bytes:
-    """Header and code of `values`, float [n]. n < 2^32, group < 2^16. Raises ValueError as encode() does."""
+def pack_chunk(values: Tensor, bits: int, group: int, *, decoded: Tensor | None = None) -> bytes:
+    """Header and code of `values`, float [n]. n < 2^32, group < 2^16. Raises ValueError as encode() does.
+
+    decoded: if given, is filled with what unpack_chunk() will return.
+    """
     if group >= 1 << 16 or len(values) >= 1 << 32:
         raise ValueError(f"group = {group}, n = {len(values)}: the header holds 16 and 32 bits of them")
-    code = encode(values, bits, group)
+    code = encode(values, bits, group, decoded=decoded)
     return _HEADER.pack(VERSION, bits, group, len(values)) + code
 
 

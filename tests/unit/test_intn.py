@@ -108,6 +108,23 @@ def test_round_trip_is_decode_of_encode_bit_for_bit(name: str, bits: int, group:
     assert (result.dtype, bits_of(result)) == (truth.dtype, bits_of(truth))
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", ["normal", "every exponent", "one value", "empty"])
+def test_encode_tells_what_decode_will_make_of_it(name: str, bits: int) -> None:
+    values = nasty()[name]
+    if bits == 16:
+        values = values.clamp(-65_000, 65_000)
+    values = values.double() if bits == 64 else values
+    decoded = torch.full_like(values, 7.0)
+    data = encode(values, bits, 64, decoded=decoded)
+    assert data == encode(values, bits, 64)
+    assert bits_of(decoded) == bits_of(decode(data, len(values), bits, 64))
+    assert encode(values, bits, 64, decoded=values) == data
+    assert torch.equal(values, decoded)
+    with pytest.raises(ValueError, match=r"decoded is \[1, 3\]"):
+        encode(torch.zeros(3), bits, 64, decoded=torch.zeros(1, 3))
+
+
 @pytest.mark.parametrize("bits", CODED)
 def test_the_largest_value_of_a_group_gets_the_largest_code_at_every_scale(bits: int) -> None:
     # Every positive bfloat16 and the points half way to its neighbours, where a scale is rounded most.

@@ -78,6 +78,44 @@ def test_warm_start_converges_to_the_best_rank_r_approximation() -> None:
     assert error == pytest.approx(best, rel=1e-6)
 
 
+def test_directions_come_strongest_first_and_stay_the_singular_vectors() -> None:
+    left = orthonormalise(normal(64, 64, dtype=torch.float64))
+    right = orthonormalise(normal(96, 64, seed=1, dtype=torch.float64))
+    spectrum = 0.7 ** torch.arange(64, dtype=torch.float64)
+    matrix = left @ torch.diag(spectrum) @ right.T
+    basis = right[:, torch.tensor([5, 3, 0, 7, 1, 6, 2, 4])]  # the eight strongest, in another order
+    p_hat = orthonormalise(project(matrix, basis))
+    basis = next_basis(back_project(matrix, p_hat))
+    alignment = (basis.T @ right[:, :8]).abs()
+    assert torch.allclose(alignment, torch.eye(8, dtype=torch.float64), atol=1e-6)
+    p_hat = orthonormalise(project(matrix, basis))
+    norms = torch.stack([project(matrix, basis).norm(dim=0), back_project(matrix, p_hat).norm(dim=0)])
+    assert torch.allclose(norms, spectrum[:8].expand(2, 8), atol=1e-6)
+
+
+def test_from_any_start_few_rounds_sort_the_directions() -> None:
+    matrix = normal(80, 80, dtype=torch.float64) @ torch.diag(0.8 ** torch.arange(80.0)).double()
+    truth = torch.linalg.svdvals(matrix)[:8]
+    basis = initial_basis("w", (80, 80), 8, 0).double()
+    for _ in range(6):
+        q = back_project(matrix, orthonormalise(project(matrix, basis)))
+        basis = next_basis(q)
+    found = project(matrix, basis).norm(dim=0)
+    assert bool((found[:-1] * 1.02 >= found[1:]).all())
+    assert torch.allclose(found[:4], truth[:4], rtol=0.05)
+
+
+def test_equal_norms_keep_their_order() -> None:
+    """Else rounding would decide, and clusters on different machines could swap two directions."""
+    basis = initial_basis("w", (300, 200), 16, 0)
+    assert torch.allclose(next_basis(basis), basis, atol=1e-6)
+    assert torch.allclose(next_basis(basis + 1e-9 * normal(200, 16)), basis, atol=1e-6)
+    assert_orthonormal(next_basis(torch.zeros(50, 8)))
+    q = normal(40, 4) * torch.tensor([1.0, 3.0, 0.0, 3.0])
+    q[:, 3] = q[:, 1].flip(0)
+    assert torch.equal(next_basis(q), orthonormalise(q[:, [1, 3, 0, 2]]))
+
+
 @pytest.mark.parametrize("bits", [0, 4])
 def test_own_part_and_error_add_up_to_the_input(bits: int) -> None:
     matrix = normal(64, 128, dtype=torch.float64)

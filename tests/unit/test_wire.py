@@ -1,10 +1,13 @@
 """Chunks on the wire: the header turns a disagreement into a sentence."""
 
+import math
 import random
 import struct
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from p2p_dilocox.compression import BITS, HEADER_BYTES, chunk_bytes, decode, encode, pack_chunk, unpack_chunk
 
@@ -55,6 +58,63 @@ def test_random_bytes_are_refused() -> None:
     for length in [*range(40), *(chunk_bytes(203, 4, 64) for _ in range(100))]:
         with pytest.raises(ValueError, match=r"chunk|bytes"):
             unpack_chunk(b"\x02" + chance.randbytes(length), n=203, bits=4, group=64)
+
+
+@given(
+    values=st.lists(st.floats(-60_000, 60_000, width=16), max_size=300),
+    bits=st.sampled_from(BITS),
+    group=st.sampled_from([1, 8, 64, 65_528]),
+)
+def test_whatever_is_packed_comes_back(values: list[float], bits: int, group: int) -> None:
+    data = pack_chunk(torch.tensor(values), bits, group)
+    found = unpack_chunk(data, n=len(values), bits=bits, group=group).tolist()
+    assert len(data) == chunk_bytes(len(values), bits, group)
+    for start in range(0, len(values), group):
+        largest = max(map(abs, values[start : start + group]))
+        step = largest / (2 ** (bits - 1) - 1) * (1 + 2**-8) if bits <= 8 else 0.0
+        for value, back in zip(values[start : start + group], found[start : start + group], strict=True):
+            assert abs(value - back) <= step / 2 * (1 + 2**-6)
+    assert pack_chunk(torch.tensor(found), bits, group) == data
+
+
+@st.composite
+def almost_chunks(draw: st.DrawFn) -> tuple[bytes, int, int, int]:
+    """Noise, or a good chunk with a few bytes changed or missing; and the n, bits, group expected."""
+    n, bits, group = draw(st.integers(0, 200)), draw(st.sampled_from(BITS)), draw(st.sampled_from([8, 64]))
+    if draw(st.booleans()):
+        header = struct.pack("<BBHI", 1, bits, group, n)
+        size = chunk_bytes(n, bits, group) - HEADER_BYTES
+        return (
+            header + draw(st.binary(min_size=size, max_size=size + draw(st.integers(0, 1)))),
+            n,
+            bits,
+            group,
+        )
+    data = bytearray(pack_chunk(VALUES[:1].expand(n).clone(), bits, group))
+    for _ in range(draw(st.integers(0, 4))):
+        data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+    return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data), n, bits, group
+
+
+@given(almost_chunks())
+def test_bytes_of_a_stranger_are_refused_in_a_sentence_or_finite(chunk: tuple[bytes, int, int, int]) -> None:
+    data, n, bits, group = chunk
+    try:
+        values = unpack_chunk(data, n=n, bits=bits, group=group)
+    except ValueError as error:
+        assert len(str(error)) > 20
+        return
+    assert values.shape == (n,)
+    assert all(map(math.isfinite, values.tolist()))
+
+
+@given(st.binary(min_size=8, max_size=64), st.integers(1 << 33, 1 << 40), st.sampled_from(BITS))
+def test_no_announced_size_takes_memory(data: bytes, n: int, bits: int) -> None:
+    """A terabyte would not fit: the sizes are compared first, whoever names them."""
+    with pytest.raises(ValueError, match=r"chunk has|bytes for"):
+        unpack_chunk(data, n=n, bits=bits, group=64)
+    with pytest.raises(ValueError, match=r"chunk has"):
+        unpack_chunk(struct.pack("<BBHI", 1, bits, 64, 0xFFFFFFFF) + data, n=64, bits=bits, group=64)
 
 
 def test_what_the_header_cannot_hold_is_refused() -> None:
