@@ -38,8 +38,14 @@ class InnerOptimizer:
             {"params": [p for p in self._parameters if p.dim() >= 2], "weight_decay": inner.weight_decay},
             {"params": [p for p in self._parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
+        # On a GPU the unfused step holds one more copy of all parameters for a moment.
+        self._fused = all(p.is_cuda for p in self._parameters)
         self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=inner.lr, betas=inner.betas, eps=inner.eps
+            [g for g in groups if g["params"]],
+            lr=inner.lr,
+            betas=inner.betas,
+            eps=inner.eps,
+            fused=self._fused,
         )
 
     def step(self, number: int) -> float:
@@ -62,5 +68,5 @@ class InnerOptimizer:
         for name, value in state.items():
             index, key = name.split("/")
             parameter = self._parameters[int(index)]
-            where = value.device if key == "step" else parameter.device
+            where = value.device if key == "step" and not self._fused else parameter.device
             self._adamw.state[parameter][key] = value.to(where).clone()

@@ -34,7 +34,7 @@ __all__ = [
 Parameters = Mapping[str, Tensor]
 
 _FOLD = 4093  # a prime: rows of a matrix do not fall on one another when its tensor is folded
-_SLICE = _FOLD * 1024  # values that arithmetic takes at a time, so that what it needs besides stays small
+_SLICE = _FOLD * 256  # values that arithmetic takes at a time, so that what it needs besides stays small
 _SIGNS = torch.tensor(
     [2.0 * (byte & 1) - 1.0 for byte in hashlib.shake_256(b"anchor").digest(4 * _FOLD)], dtype=torch.float64
 ).view(4, _FOLD)
@@ -266,7 +266,7 @@ class OuterState:
                 whole = len(values) - len(values) % _FOLD
                 fold += values[:whole].view(-1, _FOLD).sum(0)
                 fold[: len(values) - whole] += values[whole:]
-                square += values.square().sum()
+                square += torch.dot(values, values)
             start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") % _FOLD
             folded += fold.cpu().roll(start)
             norm += square.item()
@@ -353,5 +353,6 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(tensor[start : start + _SLICE] for tensor in flat)
 
 
-def _square(tensor: Tensor) -> Tensor:
-    return tensor.double().square().sum()
+def _square(slice_: Tensor) -> Tensor:
+    wide = slice_.double()
+    return torch.dot(wide, wide)

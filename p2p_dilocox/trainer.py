@@ -37,7 +37,7 @@ from p2p_dilocox.pipeline import Pipeline, StepResult
 from p2p_dilocox.runspec import RunSpec
 from p2p_dilocox.wish import Leave, Wish
 
-__all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "train"]
+__all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "take_outer_steps", "train"]
 
 
 class Checkpoints(Protocol):
@@ -283,14 +283,16 @@ def after_outer_step(spec: RunSpec, rank: Rank) -> None:
 
 @torch.no_grad()
 def evaluate(spec: RunSpec, rank: Rank) -> float:
-    """Validation loss of the anchor, nats per token; the local parameters are back afterwards."""
-    theta_i = {name: p.detach().clone() for name, p in rank.pipeline.parameters.items()}
-    for name, p in rank.pipeline.parameters.items():
-        p.copy_(rank.outer.anchor[name])
-    rank.pipeline.sync_tied_()
-    loss = rank.pipeline.evaluate(rank.batches.valid_batches(spec.eval.batches))
-    for name, p in rank.pipeline.parameters.items():
-        p.copy_(theta_i[name])
+    """Validation loss of the anchor, nats per token. The model borrows the anchor's tensors: no copies."""
+    theta_i = {name: p.data for name, p in rank.pipeline.parameters.items()}
+    try:
+        for name, p in rank.pipeline.parameters.items():
+            p.data = rank.outer.anchor[name]
+        rank.pipeline.sync_tied_()
+        loss = rank.pipeline.evaluate(rank.batches.valid_batches(spec.eval.batches))
+    finally:
+        for name, p in rank.pipeline.parameters.items():
+            p.data = theta_i[name]
     rank.pipeline.sync_tied_()
     rank.report(Evaluated(rank=rank.index, t=rank.outer.t, val_loss=loss))
     return loss

@@ -12,7 +12,7 @@ from p2p_dilocox.averaging.round import Outcome, OuterStep
 from p2p_dilocox.events import RoundStarted, StepSkipped, Warned
 from p2p_dilocox.outer import Average, ErrorAlarm, OuterState, nesterov_
 from p2p_dilocox.overlap import Overlap
-from p2p_dilocox.trainer import train
+from p2p_dilocox.trainer import take_outer_steps, train
 from tests.unit.ledger import ME, OTHER, SHAPES, Ledger, random_tensors, spec_of
 
 
@@ -101,6 +101,23 @@ def test_a_round_heard_of_later_takes_what_it_delivered_out_of_what_waits() -> N
     outer.commit(own, own, late=True)
     for waiting in outer.residual.values():  # gamma would take from the 4 that were moved since
         torch.testing.assert_close(waiting, torch.full_like(waiting, 4.5), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [m.value for m in Overlap])
+def test_a_share_that_was_delivered_before_a_restart_leaves_nothing_that_could_count_twice(mode: str) -> None:
+    """The others had it; what it was is gone with the process that sent it."""
+    ledger = Ledger(spec_of(mode), 0)
+    rank, outer = ledger.rank, ledger.outer
+    rank.inner.step(0)
+    outer.contribute(ledger.theta_i)
+    rank.inner.step(1)
+    average = Average(dense={n: t.double() for n, t in random_tensors(7).items()})
+    step = OuterStep(1, [ME, OTHER], [], "", "", {0: ""}, average, None)
+    take_outer_steps(ledger.spec, rank, Outcome(1, [step]))
+    for name, start in ledger.start.items():
+        torch.testing.assert_close(outer.anchor[name], start - average.dense[name], rtol=0, atol=1e-12)
+        assert torch.equal(ledger.theta_i[name], outer.anchor[name])
+        assert not outer.residual[name].any() and not outer.counted[name].any()
 
 
 def test_the_alarm_speaks_once_and_only_when_the_error_buffer_stays_large() -> None:
