@@ -17,6 +17,7 @@ __all__ = [
     "RoundCommitted",
     "RoundDropped",
     "RoundStarted",
+    "StepSkipped",
     "Warned",
     "event_from_dict",
 ]
@@ -59,9 +60,31 @@ class InnerStep(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepSkipped(Event):
+    """Loss or gradient of an inner step was not finite: no optimizer step, and the cluster is back at the
+    anchor. `skipped` counts these steps since the rank has started; `message` says it in a sentence."""
+
+    kind: ClassVar[str] = "step_skipped"
+    t: int
+    h: int
+    H: int
+    skipped: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoundStarted(Event):
+    """What the cluster offers, all ranks together. `weight`: tokens. `norm`: L2 norm of the pseudo-gradient.
+
+    `error_ratio`: norm of the error buffer in it over that of the movement since the last boundary; None
+    after a dropped round, or if nothing moved.
+    """
+
     kind: ClassVar[str] = "round_started"
     t: int
+    weight: float
+    norm: float
+    error_ratio: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +152,8 @@ class Finished(Event):
 _EVENTS: dict[str, type[Event]] = {
     e.kind: e
     for e in (
-        Phase, InnerStep, RoundStarted, RoundCommitted, RoundDropped, Evaluated, Checkpointed, Warned,
-        Finished,
+        Phase, InnerStep, StepSkipped, RoundStarted, RoundCommitted, RoundDropped, Evaluated, Checkpointed,
+        Warned, Finished,
     )
 }  # fmt: skip
 

@@ -1,20 +1,23 @@
 """The state of a rank between outer steps, and the arithmetic of DiLoCoX on it. No sockets, no clock.
 
-Shapes and dtypes: every tensor has its parameter's shape. `anchor` and `momentum` are float32 and equal on
-all
-clusters. `residual` is what this cluster has moved and not delivered; float64 if the codec is lossless, so
-that
-theta - (theta - theta_i) gives theta_i back bit for bit.
+Every tensor has its parameter's shape. `anchor` and `momentum` are float32 and equal on all clusters. Two
+more are this cluster's own, one float32 copy together (bf16 each) where the codec loses more than bf16 does:
 
-At a boundary      residual <- residual_scale * residual + (base - theta_i)      the pseudo-gradient delta
-On commit          residual <- delta - own (local), delta - average (paper) or 0 (none); residual_scale <-
-gamma
-On a drop          residual stays delta; residual_scale <- 1: the next delta carries it, once and at full
-weight
+    undelivered   what this cluster has moved and no round has delivered: error buffer, then pseudo-gradient
+    counted       the part of anchor - theta_i that is in `undelivered` already, so what is not counted yet is
+                  fresh = anchor - counted - theta_i
+
+contribute    undelivered <- undelivered + fresh                 the pseudo-gradient delta, and fresh is 0
+commit        undelivered <- gamma (delta - own)                 local; delta - average: paper; 0: none
+drop          nothing: the next delta carries it, once and at full weight
+restart_      theta_i <- anchor - keep fresh, counted <- 0       the anchor moves inside of it, nowhere else
+
+What rounding to bf16 cuts off a contribution stays in theta_i as movement that is not counted yet.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +27,19 @@ from p2p_dilocox.compression import initial_basis, is_lowrank
 from p2p_dilocox.lineage import next_lineage
 from p2p_dilocox.runspec import RunSpec
 
-__all__ = ["Average", "OuterState", "nesterov_"]
+__all__ = [
+    "Average", "Delta", "ErrorAlarm", "OuterState", "Residual", "fingerprint", "nesterov_", "same_anchor",
+]  # fmt: skip
 
 Parameters = Mapping[str, Tensor]
+
+_FOLD = 4093  # a prime: rows of a matrix do not fall on one another when its tensor is folded
+_SLICE = _FOLD * 1024  # values that arithmetic takes at a time, so that what it needs besides stays small
+_SIGNS = torch.tensor(
+    [2.0 * (byte & 1) - 1.0 for byte in hashlib.shake_256(b"anchor").digest(4 * _FOLD)], dtype=torch.float64
+).view(4, _FOLD)
+_SAME = 1e-4  # see same_anchor
+_ERROR_LIMIT, _ERROR_STEPS = 3.0, 3  # see ErrorAlarm
 
 
 @dataclass
@@ -42,11 +55,17 @@ class Average:
 
     def add_to_(self, tensors: Parameters, alpha: float) -> None:
         """tensors += alpha * self, without materialising a low-rank product."""
-        for name, (p, q) in self.factors.items():
-            matrix = tensors[name].view(tensors[name].shape[0], -1)
+        for name in (*self.factors, *self.dense):
+            self.add_one_(name, tensors[name], alpha)
+
+    def add_one_(self, name: str, tensor: Tensor, alpha: float) -> None:
+        """tensor += alpha * our tensor of that name."""
+        if name in self.factors:
+            p, q = self.factors[name]
+            matrix = tensor.view(tensor.shape[0], -1)
             matrix.addmm_(p.to(matrix), q.to(matrix).T, alpha=alpha)
-        for name, value in self.dense.items():
-            tensors[name].add_(value.to(tensors[name].device), alpha=alpha)
+        elif name in self.dense:
+            tensor.add_(self.dense[name].to(tensor.device), alpha=alpha)
 
 
 def nesterov_(
@@ -68,6 +87,37 @@ def nesterov_(
             theta[name].add_(v, alpha=-lr * (beta if nesterov else 1.0))
 
 
+class Residual(Mapping[str, Tensor]):
+    """`undelivered` as arithmetic wants it: at least float32. A tensor in bf16 is converted at every access,
+    which gives a copy, so nobody may write to what this hands out."""
+
+    def __init__(self, undelivered: Parameters) -> None:
+        self._undelivered = undelivered
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._undelivered[name]
+        return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._undelivered)
+
+    def __len__(self) -> int:
+        return len(self._undelivered)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Squared L2 norms of a contribution, over the tensors of one rank.
+
+    all: what is offered. fresh: what this cluster moved since the last boundary. error: the error buffer that
+    went into it; None if the last round was dropped, as what it left is no error.
+    """
+
+    all: float
+    fresh: float
+    error: float | None
+
+
 class OuterState:
     """See the module's docstring. `basis`: name -> Q [n, r], the warm start of the next low-rank factors."""
 
@@ -76,15 +126,14 @@ class OuterState:
     ) -> None:
         """dense_names: never factored (embeddings and output head)."""
         self.spec = spec
-        lossless = spec.compression.bits == 64
+        bits = spec.compression.bits
+        # float64 is what makes theta - (theta - theta_i) give theta_i back bit for bit.
+        own = torch.float64 if bits == 64 else torch.float32 if bits == 32 else torch.bfloat16
         self.anchor = {name: p.detach().clone() for name, p in parameters.items()}
         self.momentum = {name: torch.zeros_like(a) for name, a in self.anchor.items()}
-        self.residual = {
-            name: torch.zeros_like(a, dtype=torch.float64 if lossless else torch.float32)
-            for name, a in self.anchor.items()
-        }
-        self.residual_scale = 0.0
-        self.base = {name: a.clone() for name, a in self.anchor.items()}
+        self.undelivered = {name: torch.zeros_like(a, dtype=own) for name, a in self.anchor.items()}
+        self.counted = {name: torch.zeros_like(a, dtype=own) for name, a in self.anchor.items()}
+        self.residual: Parameters = Residual(self.undelivered)
         self.basis = {
             name: initial_basis(name, tuple(self.anchor[name].shape), spec.compression.lowrank, spec.run.seed)
             for name in self.anchor
@@ -93,23 +142,67 @@ class OuterState:
         self.t = 0
         self.lineage = lineage
         self.members: list[str] = []
+        self._error: float | None = None  # squared norm of the error buffer, from its commit to `contribute`
+        self._carried = 0.0  # norm of what was carried since the last `contribute`
 
     @torch.no_grad()
-    def contribute(self, parameters: Parameters) -> Parameters:
-        """The pseudo-gradient at a boundary. It lives in `residual` until `commit` or `keep_undelivered`."""
-        for name, delta in self.residual.items():
-            delta.mul_(self.residual_scale).add_(self.base[name]).sub_(parameters[name])
-        return self.residual
+    def contribute(self, parameters: Parameters) -> Delta:
+        """The pseudo-gradient at a boundary, in `residual` until `commit`. Moves theta_i by what bf16 rounds.
+
+        Call it at every boundary, and not while a round reads `residual`.
+        """
+        norms = torch.zeros(2, dtype=torch.float64)
+        for name, anchor in self.anchor.items():
+            theta_i, tensors = parameters[name], (anchor, self.counted[name], self.undelivered[name])
+            sums = torch.zeros(2, dtype=torch.float64, device=anchor.device)
+            for theta, a, counted, undelivered in _slices(theta_i, *tensors):
+                gap = a.to(torch.promote_types(a.dtype, counted.dtype)) - theta
+                fresh = gap - counted
+                delta = fresh + undelivered
+                undelivered.copy_(delta)
+                counted.copy_(gap)
+                theta.sub_(delta.sub_(undelivered).sub_(gap.sub_(counted)))
+                sums += torch.stack([_square(undelivered), _square(fresh)])
+            norms += sums.cpu()
+        everything, fresh_sq = norms.tolist()
+        # What a restart carried is parallel to what it kept, so lengths add up.
+        result = Delta(everything, (fresh_sq**0.5 + self._carried) ** 2, self._error)
+        self._carried, self._error = 0.0, None
+        return result
 
     @torch.no_grad()
-    def mark_sent(self, parameters: Parameters) -> None:
-        """All movement up to `parameters` is in the residual; what comes now is unsent."""
-        for name, base in self.base.items():
-            base.copy_(parameters[name])
+    def commit(self, average: Average, own: Average, *, late: bool = False) -> None:
+        """The round delivered `own` of our contribution; what its message failed to say is the error buffer.
+
+        late: another contribution was made since. gamma does not shrink that one, so it is left out.
+        """
+        compression = self.spec.compression
+        if compression.feedback == "none" and not late:
+            self.forget_undelivered()
+            return
+        said = average if compression.feedback == "paper" else own
+        error_sq = 0.0
+        for name, stored in self.undelivered.items():
+            error = self.residual[name]
+            said.add_one_(name, error, -1.0)
+            if not late:
+                error.mul_(compression.gamma)
+            stored.copy_(error)
+            error_sq += sum(_square(part).item() for (part,) in _slices(error))
+        self._error = None if late else error_sq
+
+    def forget_undelivered(self) -> None:
+        """Nothing waits any more: all of it was delivered, or cannot be."""
+        for tensor in self.undelivered.values():
+            tensor.zero_()
+        self._error = 0.0
 
     @torch.no_grad()
     def step(self, average: Average, t: int, members: list[str], digest: str) -> None:
-        """The outer step t: the same on every cluster, because it depends on committed bytes only."""
+        """The outer step t: the same on every cluster, because it depends on committed bytes only.
+
+        Only within `restart_`: theta_i and `counted` are measured from the anchor that moves here.
+        """
         outer = self.spec.outer
         nesterov_(
             self.anchor, self.momentum, average, lr=outer.lr, beta=outer.momentum, nesterov=outer.nesterov
@@ -119,33 +212,35 @@ class OuterState:
         self.lineage = next_lineage(self.lineage, t, members, digest)
         self.t, self.members = t, members
 
-    @torch.no_grad()
-    def commit(self, average: Average, own: Average) -> None:
-        """What the round's message failed to say becomes the error buffer."""
-        compression = self.spec.compression
-        if compression.feedback == "none":
-            self.residual_scale = 0.0
-            return
-        (own if compression.feedback == "local" else average).add_to_(self.residual, -1.0)
-        self.residual_scale = compression.gamma
+    @contextlib.contextmanager
+    def restart_(self, parameters: Parameters, keep: float, *, carry: bool = False) -> Iterator[None]:
+        """Within it the anchor may move, by any number of steps; theta_i goes on from where it then is.
 
-    def keep_undelivered(self) -> None:
-        """The round did not deliver our contribution."""
-        self.residual_scale = 1.0
-
-    def forget_undelivered(self) -> None:
-        """The residual was delivered by a round whose outcome we learned too late to know what it lost."""
-        self.residual_scale = 0.0
-
-    @torch.no_grad()
-    def restart_(self, parameters: Parameters, keep: float) -> None:
-        """Go on from the anchor, keeping a fraction of the movement
-        since `base`: theta_i <- theta - keep (base - theta_i).
-
-        convergence: `cont` beta = keep; paper (Algorithm 2): keep = 0.
+        It keeps `keep` of its fresh movement, not counted yet: theta_i <- anchor - keep fresh. carry: the
+        rest is undelivered instead of given up. Until the end theta_i holds -fresh, so nobody may read it.
         """
+        self._set_aside_(parameters)
+        try:
+            yield
+        finally:
+            self._go_on_(parameters, keep, carry=carry)
+
+    @torch.no_grad()
+    def reset_(self, parameters: Parameters) -> None:
+        """theta_i <- anchor: gives up all movement that no contribution has."""
         for name, theta_i in parameters.items():
-            theta_i.sub_(self.base[name]).mul_(keep).add_(self.anchor[name])
+            theta_i.copy_(self.anchor[name])
+            self.counted[name].zero_()
+
+    @torch.no_grad()
+    def replace(self, part: str, tensors: Parameters) -> None:
+        """Take another cluster's tensors of `part` (anchor, momentum or basis). With an anchor, what we have
+        not delivered is forgotten: it was measured from another one."""
+        for name, tensor in tensors.items():
+            getattr(self, part)[name].copy_(tensor)
+            if part == "anchor":
+                self.undelivered[name].zero_()
+                self.counted[name].zero_()
 
     def digest(self, names: list[str]) -> str:
         """sha256 over the anchor's bytes, in the given order of names."""
@@ -153,3 +248,110 @@ class OuterState:
         for name in names:
             digest.update(self.anchor[name].detach().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
+
+    @torch.no_grad()
+    def sketch(self) -> list[float]:
+        """Five numbers of this rank's part of the anchor; `fingerprint` makes one of their sums over ranks.
+
+        The dot products with four vectors of signs, the same on every cluster, and the squared norm. The
+        signs repeat after 4093 values, from another one on for each name: so a tensor is folded first, in one
+        pass and without a copy of it.
+        """
+        folded, norm = torch.zeros(_FOLD, dtype=torch.float64), 0.0
+        for name, anchor in self.anchor.items():
+            fold = torch.zeros(_FOLD, dtype=torch.float64, device=anchor.device)
+            square = torch.zeros((), dtype=torch.float64, device=anchor.device)
+            for (part,) in _slices(anchor):
+                values = part.double()
+                whole = len(values) - len(values) % _FOLD
+                fold += values[:whole].view(-1, _FOLD).sum(0)
+                fold[: len(values) - whole] += values[whole:]
+                square += values.square().sum()
+            start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") % _FOLD
+            folded += fold.cpu().roll(start)
+            norm += square.item()
+        return [*(_SIGNS @ folded).tolist(), norm]
+
+    @torch.no_grad()
+    def _set_aside_(self, parameters: Parameters) -> None:
+        for name, anchor in self.anchor.items():
+            for theta, a, counted in _slices(parameters[name], anchor, self.counted[name]):
+                theta.sub_(a - counted)
+
+    @torch.no_grad()
+    def _go_on_(self, parameters: Parameters, keep: float, *, carry: bool) -> None:
+        carried_sq = 0.0
+        for name, anchor in self.anchor.items():
+            tensors = parameters[name], anchor, self.counted[name], self.undelivered[name]
+            square = torch.zeros((), dtype=torch.float64, device=anchor.device)
+            for theta, a, counted, undelivered in _slices(*tensors):
+                counted.zero_()
+                if carry:
+                    rest = (keep - 1.0) * theta
+                    square += _square(rest)
+                    delta = undelivered + rest
+                    undelivered.copy_(delta)
+                    theta.mul_(keep).add_(a).sub_(delta.sub_(undelivered))
+                else:
+                    theta.mul_(keep).add_(a)
+            carried_sq += square.item()
+        self._carried += carried_sq**0.5
+
+
+class ErrorAlarm:
+    """Speaks once, when the error buffer was over 3 times the fresh movement for 3 outer steps running.
+
+    Local feedback behind a codec that keeps the fraction c of the energy holds at most
+    sqrt(1 - c) / (1 - gamma sqrt(1 - c)) of it; more means that what is sent is mostly old, and that a lr
+    which was stable is not. Feedback `paper` grows with every outer step and always comes here.
+    """
+
+    def __init__(self) -> None:
+        self._running, self._silent = 0, False
+
+    def hear(self, ratio: float | None) -> str:
+        """ratio: |error| / |fresh| of an outer step, None if not known. A sentence, or "" if all is well."""
+        if ratio is None or self._silent:
+            return ""
+        self._running = self._running + 1 if ratio > _ERROR_LIMIT else 0
+        if self._running < _ERROR_STEPS:
+            return ""
+        self._silent = True
+        return (
+            f"the error buffer is {ratio:.1f} times what this cluster moves in an outer step, above "
+            f"{_ERROR_LIMIT:g} for {_ERROR_STEPS} outer steps: contributions are mostly old. The run needs a "
+            'smaller compression.gamma, a larger compression.lowrank, or compression.feedback = "local"'
+        )
+
+
+def fingerprint(sketch: list[float], numel: int) -> tuple[float, ...]:
+    """Five numbers that tell anchors apart, of a sketch summed over ranks; numel: parameters of the model.
+
+    Four projections and the norm, all over sqrt(numel): the size of one parameter.
+    """
+    *dots, norm_sq = sketch
+    return tuple(value / numel**0.5 for value in (*dots, norm_sq**0.5))
+
+
+def same_anchor(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    """Whether two fingerprints are of one anchor, up to what machines round differently.
+
+    A difference d between anchors moves a projection on random signs by |d|, more or less. So each number may
+    differ by 1e-4 of the norm. Rounding adds at most 6e-8 of it per outer step, in random directions: 6e-6
+    after 10,000 of them. One outer step moves an anchor by 1e-3 and more, another seed by 1.4.
+    """
+    if len(a) != len(b):
+        return False
+    limit = _SAME * max((abs(value) for value in (a[-1:] + b[-1:])), default=0.0)
+    return all(abs(x - y) <= limit for x, y in zip(a, b, strict=True))
+
+
+def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape side by side, as views of at most _SLICE values."""
+    flat = [tensor.detach().view(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), _SLICE):
+        yield tuple(tensor[start : start + _SLICE] for tensor in flat)
+
+
+def _square(tensor: Tensor) -> Tensor:
+    return tensor.double().square().sum()

@@ -27,11 +27,11 @@ class Overlap(Enum):
         return self is Overlap.ARRIVAL
 
     @property
-    def sends_before_restart(self) -> bool:
-        """Whether local movement since the last boundary goes into the next contribution in full.
+    def carries(self) -> bool:
+        """Whether what a restart takes from theta_i goes into the next contribution.
 
-        In `boundary` and `paper` it does: the round lands where the next contribution is made. In `arrival`
-        the part
-        that survives is sent with the next contribution, and (1 - keep) of what moved in flight is given up.
+        In `boundary` and `paper` that is movement which the next contribution, made at the same moment, would
+        have had. With `none` nothing moves in flight but what rounding left. In `arrival` the part that
+        survives is sent with the next contribution, and (1 - keep) of what moved in flight is given up.
         """
-        return self in (Overlap.BOUNDARY, Overlap.PAPER)
+        return self is not Overlap.ARRIVAL

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Protocol
 
 from p2p_dilocox.errors import StateError
-from p2p_dilocox.events import Evaluated, Event, InnerStep, RoundCommitted, RoundDropped, event_from_dict
+from p2p_dilocox.events import (
+    Evaluated,
+    Event,
+    InnerStep,
+    RoundCommitted,
+    RoundDropped,
+    RoundStarted,
+    StepSkipped,
+    event_from_dict,
+)
 from p2p_dilocox.line_file import LineFile
 
 __all__ = ["JsonlSink", "Sink", "TensorBoardSink", "read_events"]
@@ -75,6 +84,15 @@ class TensorBoardSink:
                     ("train/lr", event.lr, step),
                     ("train/grad_norm", event.grad_norm, step),
                     ("train/tokens_per_s", event.tokens / max(event.seconds, 1e-9), step),
+                ]
+            case StepSkipped():
+                return [("train/skipped_steps", event.skipped, self._inner_steps)]
+            case RoundStarted():
+                ratio = event.error_ratio
+                return [
+                    ("round/weight", event.weight, event.t),
+                    ("round/delta_norm", event.norm, event.t),
+                    *([("round/error_ratio", ratio, event.t)] if ratio is not None else []),
                 ]
             case RoundCommitted():
                 return [

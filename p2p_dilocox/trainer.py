@@ -5,25 +5,35 @@ it moves by
 committed averages only. Threads, retries, votes and deadlines live behind `Rounds`.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.offer import Offer
-from p2p_dilocox.averaging.round import Outcome, Round, Rounds
+from p2p_dilocox.averaging.round import Outcome, OuterStep, Round, Rounds
 from p2p_dilocox.data import Batches
 from p2p_dilocox.errors import ClusterError
-from p2p_dilocox.events import Evaluated, Event, InnerStep, RoundCommitted, RoundDropped, RoundStarted
+from p2p_dilocox.events import (
+    Evaluated,
+    Event,
+    InnerStep,
+    RoundCommitted,
+    RoundDropped,
+    RoundStarted,
+    StepSkipped,
+    Warned,
+)
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer
-from p2p_dilocox.outer import OuterState
+from p2p_dilocox.outer import ErrorAlarm, OuterState, fingerprint
 from p2p_dilocox.overlap import Overlap
-from p2p_dilocox.pipeline import Pipeline
+from p2p_dilocox.pipeline import Pipeline, StepResult
 from p2p_dilocox.runspec import RunSpec
 from p2p_dilocox.wish import Leave, Wish
 
@@ -54,8 +64,9 @@ class Rank:
     t: int = 1  # the outer step in progress
     h: int = 0  # its inner steps already done
     pending: Round | None = None  # on the wire; a joiner follows the one that started before it came
-    landed: bool = False  # an average was applied at this boundary, the restart from it is due
     unsent_tokens: int = 0
+    skipped: int = 0  # inner steps whose loss or gradient was not finite
+    alarm: ErrorAlarm = field(default_factory=ErrorAlarm)
 
 
 def train(spec: RunSpec, rank: Rank) -> bool:
@@ -64,30 +75,20 @@ def train(spec: RunSpec, rank: Rank) -> bool:
 
     Raises ClusterError if this cluster cannot go on from its state; it may come back and download another.
     """
-    overlap, theta_i, outer = Overlap(spec.overlap.mode), rank.pipeline.parameters, rank.outer
-    last = spec.run.outer_steps
+    overlap, last = Overlap(spec.overlap.mode), spec.run.outer_steps
     try:
         while rank.t <= last:  # for outer step t = 1 .. T
             while rank.h < spec.inner.H and rank.t <= last:  #   for inner step h = 1 .. H
                 arrived = inner_step(spec, rank)  #     theta_i <- AdamW(theta_i, grad L(x)), x ~ D_i
                 if arrived and overlap.lands_between:
                     land(spec, rank)
-            if rank.pending and overlap.sends_before_restart:
-                if take_outer_step(spec, rank):  #   theta^t <- OuterOpt(theta^{t-1}, Delta^{t-1})
-                    after_outer_step(spec, rank)
-            elif rank.pending:
-                land(spec, rank)
+            if rank.pending:
+                land(spec, rank)  #   theta^t <- OuterOpt(theta^{t-1}, Delta^{t-1})
             if rank.t > last:
                 break  # caught up with clusters that have finished the run
-            outer.contribute(theta_i)  #   delta^t <- base - theta_i + gamma e
-            if rank.landed:
-                outer.restart_(theta_i, spec.overlap.keep)
-                rank.pipeline.sync_tied_()
-                rank.landed = False
-            outer.mark_sent(theta_i)
+            offer = contribute(rank)  #   delta^t <- theta - theta_i + gamma e
             #   Delta^t <- AllReduce(C(delta^t)), behind the inner steps of t + 1
-            rank.pending = rank.rounds.start(rank.t, Offer(weight=float(rank.unsent_tokens)))
-            rank.report(RoundStarted(rank=rank.index, t=rank.t))
+            rank.pending = rank.rounds.start(rank.t, offer)
             rank.t, rank.h, rank.unsent_tokens = rank.t + 1, 0, 0
             rank.progress.h = 0
             if overlap.waits_at_start:
@@ -95,9 +96,7 @@ def train(spec: RunSpec, rank: Rank) -> bool:
     except Leave as leave:
         if rank.pending and not leave.now:
             land(spec, rank)
-        elif rank.pending:
-            rank.pending = None
-            outer.keep_undelivered()
+        rank.pending = None  # what it carried stays undelivered
         return False
     if rank.pending:  # the last average is applied, not lost
         land(spec, rank)
@@ -115,27 +114,30 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
     astray = bool(rank.progress.astray)  # only the lead, rank 0, looks at other clusters' histories
     flags = [arrived, wish == Wish.LEAVE, wish == Wish.LEAVE_NOW, astray]
     step = rank.pipeline.clip_([float(flag) for flag in flags])
-    lr = rank.inner.step((t - 1) * spec.inner.H + h)
-    num_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
-    seconds = time.monotonic() - started
-    rank.unsent_tokens += num_tokens
-    rank.h = h + 1
-    progress = rank.progress
-    progress.h, progress.loss, progress.tokens_per_s = rank.h, step.loss, num_tokens / seconds
-    progress.tokens += num_tokens
-    rank.report(
-        InnerStep(
-            rank=rank.index,
-            t=t,
-            h=rank.h,
-            H=spec.inner.H,
-            loss=step.loss,
-            lr=lr,
-            grad_norm=step.grad_norm,
-            tokens=num_tokens,
-            seconds=seconds,
-        )  # fmt: skip
-    )
+    rank.h = rank.progress.h = h + 1
+    if math.isfinite(step.loss) and math.isfinite(step.grad_norm):
+        lr = rank.inner.step((t - 1) * spec.inner.H + h)
+        num_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
+        seconds = time.monotonic() - started
+        rank.unsent_tokens += num_tokens
+        progress = rank.progress
+        progress.loss, progress.tokens_per_s = step.loss, num_tokens / seconds
+        progress.tokens += num_tokens
+        rank.report(
+            InnerStep(
+                rank=rank.index,
+                t=t,
+                h=rank.h,
+                H=spec.inner.H,
+                loss=step.loss,
+                lr=lr,
+                grad_norm=step.grad_norm,
+                tokens=num_tokens,
+                seconds=seconds,
+            )  # fmt: skip
+        )
+    else:
+        skip(spec, rank, step)
     if step.extra[3]:
         why = rank.progress.astray or "rank 0 found another history"
         raise ClusterError(f"{why}. The cluster has to fetch the state of the others.")
@@ -144,20 +146,56 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
     return round(step.extra[0]) == rank.pipeline.num_ranks
 
 
+def skip(spec: RunSpec, rank: Rank, step: StepResult) -> None:
+    """No optimizer step: all ranks see the same numbers, so all of them go back to the anchor (field report
+    C1). What a round on the wire carries was finite; it is delivered, or waits, as ever."""
+    rank.outer.reset_(rank.pipeline.parameters)
+    rank.pipeline.sync_tied_()
+    rank.unsent_tokens = 0
+    rank.skipped += 1
+    rank.report(
+        StepSkipped(
+            rank=rank.index,
+            t=rank.t,
+            h=rank.h,
+            H=spec.inner.H,
+            skipped=rank.skipped,
+            message=f"outer step {rank.t}, inner step {rank.h}: loss {step.loss:g}, gradient norm "
+            f"{step.grad_norm:g}. The step is skipped and training goes on from the last anchor; if this "
+            "repeats, inner.lr is too high or the data is damaged",
+        )  # fmt: skip
+    )
+
+
+def contribute(rank: Rank) -> Offer:
+    """Put all that was moved and not delivered into `outer.residual`; what the roll call is told of it."""
+    outer, theta_i = rank.outer, rank.pipeline.parameters
+    delta = outer.contribute(theta_i)
+    sums = [delta.all, delta.fresh, delta.error or 0.0, *outer.sketch()]
+    norm_sq, fresh_sq, error_sq, *sketch = rank.pipeline.sum(sums)
+    if not math.isfinite(norm_sq):  # the last inner step left it so, and no loss has shown it yet
+        outer.reset_(theta_i)
+        outer.forget_undelivered()
+        rank.unsent_tokens, norm_sq = 0, 0.0
+        message = f"outer step {rank.t}: the pseudo-gradient is not finite, and is given up"
+        rank.report(Warned(rank=rank.index, message=message))
+    rank.pipeline.sync_tied_()
+    known = delta.error is not None and fresh_sq > 0 and math.isfinite(fresh_sq)
+    ratio = math.sqrt(error_sq / fresh_sq) if known else None
+    if (alarm := rank.alarm.hear(ratio)) and rank.index == 0:
+        rank.report(Warned(rank=rank.index, message=alarm))
+    weight = float(rank.unsent_tokens)
+    norm = math.sqrt(norm_sq)
+    rank.report(RoundStarted(rank=rank.index, t=rank.t, weight=weight, norm=norm, error_ratio=ratio))
+    return Offer(weight, norm, fingerprint(sketch, rank.pipeline.num_parameters))
+
+
 def land(spec: RunSpec, rank: Rank) -> None:
-    """Take the outer step of the round on the wire and go on from
-    the anchor, keeping part of what moved in flight."""
-    if take_outer_step(spec, rank):
-        rank.outer.restart_(rank.pipeline.parameters, spec.overlap.keep)
-        rank.outer.mark_sent(rank.outer.anchor)
-        rank.pipeline.sync_tied_()
-        rank.landed = False
-        after_outer_step(spec, rank)
+    """Wait for the round on the wire, take its outer step, and go on
+    from the anchor, keeping part of what moved in flight.
 
-
-def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
-    """Wait for the round on the wire and apply it. False if it was
-    dropped: then its contribution is in the next one."""
+    If it was dropped nothing changes: what it carried is in the next contribution.
+    """
     assert rank.pending is not None
     started = time.monotonic()
     outcome = rank.pending.wait(lambda: rank.wish.value == Wish.LEAVE_NOW)
@@ -167,22 +205,17 @@ def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
     rank.pending = None
     agree_in_cluster(rank, outcome)
     outer = rank.outer
-    with rank.lock:
-        for step in outcome.steps:
-            outer.step(step.average, step.t, step.members, step.digest)
-        last = outcome.steps[-1] if outcome.steps else None
-        if last is not None and last.own is not None:
-            outer.commit(last.average, last.own)
-        elif any(rank.cluster_id in step.members for step in outcome.steps):
-            outer.forget_undelivered()  # the others committed a round we gave up on, with our share in it
-        else:
-            outer.keep_undelivered()
+    if outcome.steps:
+        with rank.lock:
+            take_outer_steps(spec, rank, outcome)
+        rank.pipeline.sync_tied_()
     rank.progress.move_to(max(outer.t, outcome.t), outer)
     rank.t = max(rank.t, outer.t + 1)  # a cluster that was left behind goes on where the others are
     rank.history.write(outcome, outer.lineage)
-    if last is None:
+    if not outcome.steps:
         rank.report(RoundDropped(rank=rank.index, t=outcome.t, reason=outcome.reason, waited_s=waited_s))
-        return False
+        return
+    last = outcome.steps[-1]
     rank.report(
         RoundCommitted(
             rank=rank.index,
@@ -198,8 +231,31 @@ def take_outer_step(spec: RunSpec, rank: Rank) -> bool:
             parameter_digests=parameter_digests(rank) if last.t % spec.eval.every == 0 else {},
         )  # fmt: skip
     )
-    rank.landed = True
-    return True
+    after_outer_step(spec, rank)
+
+
+def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
+    """Usually one. Several, if this cluster was left behind; it had its share in at most one of those."""
+    outer, keep, carry = rank.outer, spec.overlap.keep, Overlap(spec.overlap.mode).carries
+    for step in outcome.steps:
+        if not offered(step, rank.cluster_id):
+            continue
+        if step.own is None:  # a round from before a restart of ours, and what it delivered is not known:
+            outer.forget_undelivered()  # nothing may count twice
+            keep, carry = 0.0, False
+        else:
+            outer.commit(step.average, step.own, late=step.t < outcome.t)
+    with outer.restart_(rank.pipeline.parameters, keep, carry=carry):
+        for step in outcome.steps:
+            outer.step(step.average, step.t, step.members, step.digest)
+
+
+def offered(step: OuterStep, cluster_id: str) -> bool:
+    """Whether a share of this cluster is in the average: a weight of 0 only takes part. No weights are known
+    of a round that was fetched from others."""
+    if cluster_id not in step.members:
+        return False
+    return not step.weights or step.weights[step.members.index(cluster_id)] > 0
 
 
 def agree_in_cluster(rank: Rank, outcome: Outcome) -> None:

@@ -14,6 +14,7 @@ from p2p_dilocox.events import (
     Phase,
     RoundCommitted,
     RoundDropped,
+    StepSkipped,
     Warned,
 )
 from p2p_dilocox.program import printable
@@ -71,6 +72,7 @@ class Progress:
     dropped: dict[int, str] = field(default_factory=dict)
     sent_bytes: int = 0
     received_bytes: int = 0
+    skipped_steps: int = 0
     digests: dict[int, str] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     """Reason by rank."""
@@ -105,6 +107,10 @@ class Progress:
                 self.val_losses[event.t] = self.val_loss = event.val_loss
             case Checkpointed() if event.rank == 0:
                 self.log.append((event.time, f"checkpoint of outer step {event.t} in {event.seconds:.1f} s"))
+            case StepSkipped() if event.rank == 0:
+                self.skipped_steps += 1
+                self.t, self.h, self.H = max((self.t, self.h), (event.t, event.h)) + (event.H,)
+                self.log.append((event.time, printable(event.message, 400)))
             case Warned():
                 self.log.append((event.time, f"rank {event.rank}: {printable(event.message, 400)}"))
             case Finished():
@@ -164,6 +170,7 @@ class Progress:
             "received_bytes": self.received_bytes,
             "utilisation": self.utilisation,
             "dropped_rounds": len(self.dropped),
+            "skipped_steps": self.skipped_steps,
             "parameter_digests": {str(stage): digest for stage, digest in sorted(self.digests.items())},
         }
 

@@ -144,7 +144,7 @@ def _build(
         node,
         Gate(key, link.run_id, node.peer_id, spec.run.members),
         patience_s=timeouts.round_s,
-        average_of=lambda t, stage: rounds.average_of(t, stage),
+        average_of=lambda t, stage: rounds.kept.average_of(t, stage),
         snapshot_of=snapshot_of,
     )
     maddrs = network.call(node.maddrs(), _NETWORK_S)
@@ -165,7 +165,7 @@ def _build(
             num_stages=spec.model.stages,
             min_clusters=spec.run.min_clusters,
             weight_cap=weight_cap,
-            result_after=lambda t: rounds.result_after(t),
+            result_after=lambda t: rounds.kept.result_after(t),
         )
         service.desk = lead
     rounds = Rounds(
@@ -286,7 +286,7 @@ def _download(
             for name, parameter in rank.pipeline.parameters.items():
                 parameter.copy_(rank.outer.anchor[name])
         rank.pipeline.sync_tied_()
-        rank.landed, rank.unsent_tokens = False, 0
+        rank.unsent_tokens = 0
         rank.progress.move_to(rank.outer.t, rank.outer)
         rank.t, rank.h = rank.outer.t + 1, 0
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,12 +27,14 @@ from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.division import PHASES, Division
 from p2p_dilocox.averaging.exchange import Budget, Exchange
 from p2p_dilocox.averaging.fault import Aborted, MemberFault
+from p2p_dilocox.averaging.kept import KeptRounds
 from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.offer import Offer
+from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.rollcall import Roster, read_call
 from p2p_dilocox.averaging.service import ExchangeKey, Service
 from p2p_dilocox.compression import Layout
-from p2p_dilocox.errors import ClusterError, NotTrustedError
+from p2p_dilocox.errors import ClusterError
 from p2p_dilocox.lineage import combined_digest, round_digest
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.swarm.messages import (
@@ -45,45 +47,14 @@ from p2p_dilocox.swarm.messages import (
     StageDone,
 )
 
-__all__ = ["Outcome", "OuterStep", "Round", "Rounds", "codec_thread"]
+__all__ = ["Round", "Rounds", "codec_thread"]
 
 _GLANCE_S = 0.2  # how often a waiting training loop looks whether it should leave
 _ATTEMPTS = 4
 _PAUSE_S = 0.5
-_KEPT = 64  # committed rounds kept for clusters that were not in them, within
-_KEPT_BYTES = 256 << 20
 _PACE_OF = 9  # committed rounds that say how long one usually takes
 _USUAL = 4.0  # times the median of those
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class OuterStep:
-    """A committed round, as this rank applies it. `own` is None if we were not in it."""
-
-    t: int
-    members: list[str]
-    weights: list[float]
-    parent: str
-    digest: str
-    stage_digests: dict[int, str]
-    average: Average
-    own: Average | None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the round of outer step t ended. No steps: it was dropped, by every cluster, for `reason`."""
-
-    t: int
-    steps: list[OuterStep] = field(default_factory=list)
-    reason: str = ""
-    seconds: float = 0.0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    attempts: int = 1
-    failed: bool = False  # this cluster cannot go on from its state
-    notes: list[str] = field(default_factory=list)  # who was left out and why
 
 
 @dataclass(frozen=True)
@@ -151,8 +122,7 @@ class Rounds:
         self._me, self._lead, self._lead_peer = me, lead, lead_peer
         self._progress, self._timeouts, self._codec = progress, timeouts, codec
         self._weight_cap = weight_cap
-        self._chunks: dict[int, dict[int, list[bytes]]] = {}  # t -> stage -> encoded average
-        self._results: dict[int, Result] = {}
+        self.kept = KeptRounds()
         self._voted: dict[
             str, _Averaged
         ] = {}  # key of the roll call -> our yes, whose outcome we may not know yet
@@ -169,21 +139,6 @@ class Rounds:
         """Wait for the round of outer step t, which started before we were here."""
         deadline = Deadline(self._timeouts.round_s)
         return self._launch(t, self._follow(t, deadline, self.service.traffic.received))
-
-    def average_of(self, t: int, stage: int) -> list[bytes]:
-        """The encoded average of a recent committed round. Raises NotTrustedError if it is not kept."""
-        try:
-            return self._chunks[t][stage]
-        except KeyError:
-            raise NotTrustedError(f"outer step {t}, stage {stage} is not kept here") from None
-
-    def result_after(self, t: int) -> Result:
-        """The first kept round after outer step t; its `parent` tells
-        whether it is the next. NotTrustedError if none."""
-        later = [k for k in self._results if k > t]
-        if not later:
-            raise NotTrustedError(f"no round after outer step {t} is kept here")
-        return self._results[min(later)]
 
     def _launch(self, t: int, body: Coroutine[Any, Any, Outcome]) -> Round:
         async def bounded() -> Outcome:
@@ -389,14 +344,14 @@ class Rounds:
             averages.append(
                 await self._compute(partial(decode_average, self._outer, division, chunks[stage]))
             )
-        self._remember(roster.t, result, chunks if voted is None else voted.chunks)
+        self.kept.remember(roster.t, result, chunks if voted is None else voted.chunks)
         average, own = (merged(averages), None) if voted is None else (voted.average, voted.own)
         combined = combined_digest(digests)
         return OuterStep(roster.t, roster.ids, roster.weights, roster.parent, combined, digests, average, own)
 
     def _keep(self, roster: Roster, digest: str, done: StageDone, averaged: _Averaged) -> OuterStep:
         result = self._lead.result_of(roster.t, roster.attempt) if self._lead is not None else None
-        self._remember(roster.t, result, averaged.chunks)
+        self.kept.remember(roster.t, result, averaged.chunks)
         digests = {int(s): d for s, d in done.digests.items()}
         return OuterStep(
             roster.t,
@@ -408,16 +363,6 @@ class Rounds:
             averaged.average,
             averaged.own,
         )
-
-    def _remember(self, t: int, result: Result | None, chunks: dict[int, list[bytes]]) -> None:
-        if result is not None:
-            self._results[t] = result
-        self._chunks[t] = chunks
-        sizes = {k: sum(len(c) for stage in kept.values() for c in stage) for k, kept in self._chunks.items()}
-        while len(sizes) > 1 and (len(sizes) > _KEPT or sum(sizes.values()) > _KEPT_BYTES):
-            old = min(sizes)
-            del sizes[old], self._chunks[old]
-            self._results.pop(old, None)
 
     def _notes(self) -> list[str]:
         return self._lead.notes() if self._lead is not None else []

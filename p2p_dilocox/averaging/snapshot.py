@@ -30,12 +30,7 @@ class Snapshot:
     def load_into(self, outer: OuterState) -> None:
         """Replace the state of these tensors; the residual of what they were is forgotten."""
         for part in _PARTS:
-            for name, tensor in self.tensors[part].items():
-                getattr(outer, part)[name].copy_(tensor)
-        for name in self.tensors["anchor"]:
-            outer.residual[name].zero_()
-            outer.base[name].copy_(outer.anchor[name])
-        outer.residual_scale = 0.0
+            outer.replace(part, self.tensors[part])
         outer.t, outer.lineage, outer.members = self.t, self.lineage, self.members
 
 

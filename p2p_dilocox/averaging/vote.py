@@ -201,9 +201,11 @@ class Ballot:
             alive = [m for m in others if m not in self._lost]
             if not alive or any(self._shown_complete(m) for m in alive):
                 self._end("committed", "unanimous")
-        elif missing := sorted(m for m in self.members if m not in known and m in self._lost):
-            # Somebody else may have its vote: hear everyone who can be reached before giving up.
-            if all(m in self._lost or m in self._heard or (by_call and m in self._told) for m in others):
+        else:
+            missing = sorted(m for m in self.members if m not in known and m in self._lost)
+            # Somebody who can be reached may have it: hear them all before giving up.
+            heard = all(m in self._lost or m in self._heard or (by_call and m in self._told) for m in others)
+            if missing and heard:
                 self._end("aborted", f"{', '.join(missing)} cannot be reached")
 
     def _end(self, outcome: Outcome, reason: str) -> None:

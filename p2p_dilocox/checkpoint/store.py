@@ -26,7 +26,7 @@ from p2p_dilocox.trainer import Rank
 
 __all__ = ["CheckpointStore", "Saved", "anchors", "load_rank", "newest"]
 
-_OUTER = ("anchor", "momentum", "residual", "base", "basis")
+_OUTER = ("anchor", "momentum", "undelivered", "counted", "basis")
 _PARTIAL = ".partial-"
 _STEP = re.compile(r"step-(\d{1,9})")
 
@@ -34,7 +34,7 @@ _STEP = re.compile(r"step-(\d{1,9})")
 @dataclass(frozen=True)
 class Saved:
     """A complete checkpoint. `place`: t and h to go on from, the
-    outer state's t, lineage, members and residual scale."""
+    outer state's t, lineage and members."""
 
     path: Path
     place: dict[str, object]
@@ -137,8 +137,7 @@ def load_rank(saved: Saved, rank: Rank) -> None:
     place, outer = saved.place, rank.outer
     outer.t, outer.lineage = int(str(place["outer_t"])), str(place["lineage"])
     outer.members = [str(m) for m in place["members"]]  # type: ignore[attr-defined]
-    outer.residual_scale = float(str(place["residual_scale"]))
-    rank.t, rank.h, rank.landed = int(str(place["t"])), int(str(place["h"])), bool(place["landed"])
+    rank.t, rank.h = int(str(place["t"])), int(str(place["h"]))
     rank.unsent_tokens = int(str(place["unsent_tokens"]))
 
 
@@ -163,9 +162,8 @@ def _tensors(rank: Rank) -> dict[str, Tensor]:
 def _place(rank: Rank) -> dict[str, object]:
     outer = rank.outer
     return {
-        "t": rank.t, "h": rank.h, "landed": rank.landed, "unsent_tokens": rank.unsent_tokens,
+        "t": rank.t, "h": rank.h, "unsent_tokens": rank.unsent_tokens,
         "outer_t": outer.t, "lineage": outer.lineage, "members": outer.members,
-        "residual_scale": outer.residual_scale,
     }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from p2p_dilocox.averaging.company import Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
 from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.offer import Offer
-from p2p_dilocox.averaging.round import Outcome, Round, Rounds, codec_thread
+from p2p_dilocox.averaging.outcome import Outcome
+from p2p_dilocox.averaging.round import Round, Rounds, codec_thread
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
 from p2p_dilocox.lineage import genesis
@@ -115,7 +116,7 @@ class SwarmRank:
             self.node,
             Gate(key, "test", self.node.peer_id, spec.run.members),
             patience_s=self.timeouts.round_s,
-            average_of=lambda t, stage: self.rounds.average_of(t, stage),
+            average_of=lambda t, stage: self.rounds.kept.average_of(t, stage),
             snapshot_of=self._snapshot,
         )
         self.codec = codec_thread()
@@ -137,7 +138,6 @@ class SwarmRank:
             for name, p in self.parameters.items():
                 p.sub_(delta if isinstance(delta, float) else delta[name])
         self.outer.contribute(self.parameters)
-        self.outer.mark_sent(self.parameters)
         return sum(float(r.double().square().sum()) for r in self.outer.residual.values())
 
     def start(self, t: int, weight: float, norm: float) -> None:
@@ -150,16 +150,13 @@ class SwarmRank:
         self.pending = None
         last = outcome.steps[-1] if outcome.steps else None
         with self.lock:
-            for step in outcome.steps:
-                self.outer.step(step.average, step.t, step.members, step.digest)
             if last is not None and last.own is not None:
                 self.outer.commit(last.average, last.own)
-            else:
-                self.outer.keep_undelivered()
+            if last is not None:
+                with self.outer.restart_(self.parameters, keep):
+                    for step in outcome.steps:
+                        self.outer.step(step.average, step.t, step.members, step.digest)
         self.progress.move_to(max(outcome.t, self.outer.t), self.outer)
-        if last is not None:
-            self.outer.restart_(self.parameters, keep)
-            self.outer.mark_sent(self.outer.anchor)
         return outcome
 
     def close(self) -> None:
@@ -197,7 +194,7 @@ class SwarmCluster:
             num_stages=len(SHAPES),
             min_clusters=spec.run.min_clusters,
             weight_cap=WEIGHT_CAP,
-            result_after=lambda t: first.rounds.result_after(t),
+            result_after=lambda t: first.rounds.kept.result_after(t),
         )
         first.service.desk = self.lead
         for rank in self.ranks:

@@ -31,9 +31,7 @@ def test_the_round_is_no_slower_than_with_equal_parts(speeds: list[float]) -> No
     assert seconds(shares(speeds, [True] * len(speeds)), speeds) <= seconds(equal, speeds) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    "speeds", [[1.0, 1.0, 1.0], [1.0, 2.0, 4.0], [10.0, 100.0, 100.0], [50.0, 60.0, 70.0]]
-)
+@pytest.mark.parametrize("speeds", [[1.0] * 3, [1.0, 2.0, 4.0], [10.0, 100.0, 100.0], [50.0, 60.0, 70.0]])
 def test_no_other_division_of_three_is_faster(speeds: list[float]) -> None:
     grid = np.linspace(0.1 / 3, 1, 300)
     best = min(seconds([a, b, 1 - a - b], speeds) for a in grid for b in grid if 1 - a - b >= 0.1 / 3)
