@@ -11,6 +11,7 @@ are medians over rounds of the slowest cluster. All share this machine's cores: 
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -52,6 +53,7 @@ def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> l
     from p2p_dilocox.lineage import genesis
     from p2p_dilocox.outer import OuterState
     from p2p_dilocox.runspec import parse_run
+    from p2p_dilocox.swarm.gate import Gate
     from p2p_dilocox.swarm.identity import SigningKey
     from p2p_dilocox.swarm.loop import NetworkThread
     from p2p_dilocox.swarm.messages import RankAddress
@@ -79,8 +81,9 @@ def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> l
     )
     service = Service(
         node,
+        Gate(key, "bench", node.peer_id),
         patience_s=60.0,
-        average_of=lambda t, stage: made.average_of(t, stage),
+        average_of=lambda t, stage: made.kept.average_of(t, stage),
         snapshot_of=lambda stage: b"",
     )
     address = RankAddress(
@@ -95,15 +98,17 @@ def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> l
         spec_digest=digest,
         num_stages=1,
         min_clusters=clusters,
-        result_after=lambda t: made.result_after(t),
+        weight_cap=1.0,
+        result_after=lambda t: made.kept.result_after(t),
     )
     service.desk = lead
     layout = stage_layout(outer, list(theta), frozenset())
     made = Rounds(
         loop=network.loop, service=service, outer=outer, layouts={0: layout}, me=key.cluster_id, lead=lead,
-        lead_peer=node.peer_id, progress=progress, timeouts=timeouts, codec=codec_thread(),
+        lead_peer=node.peer_id, progress=progress, timeouts=timeouts, weight_cap=1.0,
+        codec=codec_thread(),
     )  # fmt: skip
-    network.call(service.start(), 10.0)
+    network.call(service.start([node.peer_id]), 10.0)
     network.call(company.start(), 10.0)
     coded = layout.coded_bytes()
     predicted = (clusters - 1) / clusters * (coded.contribution + coded.average)
@@ -112,8 +117,9 @@ def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> l
         for p in theta.values():
             p.sub_(0.01 * torch.randn_like(p))
         outer.contribute(theta)
+        norm = math.sqrt(sum(float(r.double().square().sum()) for r in outer.residual.values()))
         started = time.monotonic()
-        outcome = made.start(t, Offer(1.0)).wait(lambda: False)
+        outcome = made.start(t, Offer(1.0, norm)).wait(lambda: False)
         assert outcome is not None
         assert len(outcome.steps[0].members) == clusters, outcome.reason
         step = outcome.steps[0]

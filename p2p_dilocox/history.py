@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from p2p_dilocox.averaging.round import Outcome
+from p2p_dilocox.averaging.outcome import Outcome
 from p2p_dilocox.line_file import LineFile
 
 __all__ = ["History"]

@@ -43,14 +43,14 @@ asks for another overlap than its recipe has, so that one setting is enough to c
 def _lossy(lowrank: int, feedback: str = "local") -> Compression:
     gamma = default_gamma(feedback, lowrank)
     return Compression(
-        bits=4, return_bits=4, strong_bits=4, strong_fraction=0.125, group=64,
+        bits=4, return_bits=4, strong_bits=4, strong_fraction=0.125, gather_up_to=2, group=64,
         lowrank=lowrank, feedback=feedback, gamma=gamma,
     )  # fmt: skip
 
 
 def _floats(bits: int) -> Compression:
     return Compression(
-        bits=bits, return_bits=bits, strong_bits=bits, strong_fraction=0.125, group=64,
+        bits=bits, return_bits=bits, strong_bits=bits, strong_fraction=0.125, gather_up_to=0, group=64,
         lowrank=0, feedback="none", gamma=1.0,
     )  # fmt: skip
 

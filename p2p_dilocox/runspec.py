@@ -28,6 +28,7 @@ from p2p_dilocox.settings import (
     Run,
     RunSpec,
     is_finite,
+    tokens_per_outer_step,
     total_inner_steps,
 )
 from p2p_dilocox.suggest import did_you_mean
@@ -35,8 +36,8 @@ from p2p_dilocox.toml_lines import key_lines
 
 __all__ = [
     "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Run",
-    "RunSpec", "load_run_file", "meaning", "parse_run", "read_run_text", "shipped_runs", "total_inner_steps",
-    "warnings_for",
+    "RunSpec", "load_run_file", "meaning", "parse_run", "read_run_text", "shipped_runs",
+    "tokens_per_outer_step", "total_inner_steps", "warnings_for",
 ]  # fmt: skip
 
 _TABLES: dict[str, type] = get_type_hints(RunSpec)

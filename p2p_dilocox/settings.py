@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 __all__ = [
     "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Rule",
-    "Run", "RunSpec", "is_finite", "total_inner_steps",
+    "Run", "RunSpec", "is_finite", "tokens_per_outer_step", "total_inner_steps",
 ]  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def _whole_bytes(group: int) -> bool:
 
 
 printable = Rule("printable text", lambda text: text.isprintable())
+CLUSTER_ID = re.compile(r"[a-z2-7]{16}")
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
 
@@ -70,6 +71,11 @@ class Run:
     seed: Annotated[
         int, at_least(0), "start of all random numbers: initial parameters, data, low-rank bases"
     ] = 0
+    members: Annotated[
+        tuple[str, ...],
+        all_values(Rule("16 of a-z and 2-7", lambda text: bool(CLUSTER_ID.fullmatch(text)))),
+        "cluster ids that may take part; empty: every cluster that has the link",
+    ] = ()
     outer_steps: Annotated[int, at_least(1), "outer steps until the run is complete"]
     min_clusters: Annotated[int, at_least(1), "clusters that must be there before the first outer step"] = 1
 
@@ -166,6 +172,9 @@ class Compression:
         int, one_of(2, 3, 4, 8, 16, 32, 64), "per value of the strongest directions, at least this much back"
     ]
     strong_fraction: Annotated[float, between(0, 1), "part of the directions that are the strongest"]
+    gather_up_to: Annotated[
+        int, between(0, 3), "up to so many clusters send all to all, without a reducer that encodes again"
+    ]
     group: Annotated[
         int, Rule("a multiple of 8 from 8 to 65528", _whole_bytes), "values that share one scale"
     ]
@@ -213,6 +222,11 @@ class RunSpec:
     deadlines: Deadlines = Deadlines()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
+
+
+def tokens_per_outer_step(spec: RunSpec) -> int:
+    """Tokens that a cluster trains on in one outer step: the largest weight its contribution may have."""
+    return spec.inner.H * spec.inner.batch_size * spec.data.seq_len
 
 
 def total_inner_steps(spec: RunSpec) -> int:

@@ -42,9 +42,10 @@ def model_tensors(spec: RunSpec) -> ModelTensors:
 def round_bytes(spec: RunSpec, tensors: ModelTensors, num_clusters: int) -> float:
     """Bytes that a cluster sends in one round, the mean over its members: encoded chunks only.
 
-    Each member sends the others their parts of its contribution, and the average of its own part.
+    Each member sends the others their parts of its contribution, and the average of its own part; where few
+    enough gather, all of its contribution to each.
     """
-    others = num_clusters - 1
+    others, gathers = num_clusters - 1, num_clusters <= spec.compression.gather_up_to
     total = 0
     for shapes in tensors.stages.values():
         layout = Layout(shapes, spec.compression, dense_names=tensors.dense_names)
@@ -53,7 +54,7 @@ def round_bytes(spec: RunSpec, tensors: ModelTensors, num_clusters: int) -> floa
                 for start, end, bits, return_bits in part:
                     there = chunk_bytes(end - start, bits, layout.group)
                     back = chunk_bytes(end - start, return_bits, layout.group)
-                    total += others * (there + back)
+                    total += others * (num_clusters * there if gathers else there + back)
     return total / num_clusters
 
 

@@ -24,15 +24,16 @@ from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
 from p2p_dilocox.checkpoint.store import CheckpointStore, load_rank, newest
 from p2p_dilocox.data import Batches, load_tokens
-from p2p_dilocox.errors import ClusterError
+from p2p_dilocox.errors import ClusterError, NotTrustedError
 from p2p_dilocox.events import Event, Finished, Phase, Warned
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.lineage import genesis
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers, stages_of_rank
-from p2p_dilocox.runspec import RunSpec, parse_run, total_inner_steps
+from p2p_dilocox.runspec import RunSpec, parse_run, tokens_per_outer_step, total_inner_steps
 from p2p_dilocox.sinks import TensorBoardSink
+from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
 from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.loop import NetworkThread
@@ -116,7 +117,7 @@ def _build(
     index, num_ranks, state = int(config["rank"]), int(config["num_ranks"]), Path(config["state_dir"])
     key = SigningKey.load_or_create(state / "cluster.key")
     digest = spec_digest(config["run_text"])
-    timeouts = Timeouts(spec.deadlines.round_s)
+    timeouts, weight_cap = Timeouts(spec.deadlines.round_s), float(tokens_per_outer_step(spec))
 
     model_config = config_from_spec(spec.model)
     cuts = cut_layers(model_config, spec.model.stages, spec.model.cut)
@@ -141,8 +142,9 @@ def _build(
 
     service = Service(
         node,
+        Gate(key, link.run_id, node.peer_id, spec.run.members),
         patience_s=timeouts.round_s,
-        average_of=lambda t, stage: rounds.average_of(t, stage),
+        average_of=lambda t, stage: rounds.kept.average_of(t, stage),
         snapshot_of=snapshot_of,
     )
     maddrs = network.call(node.maddrs(), _NETWORK_S)
@@ -162,14 +164,15 @@ def _build(
             spec_digest=digest,
             num_stages=spec.model.stages,
             min_clusters=spec.run.min_clusters,
-            result_after=lambda t: rounds.result_after(t),
+            weight_cap=weight_cap,
+            result_after=lambda t: rounds.kept.result_after(t),
         )
         service.desk = lead
     rounds = Rounds(
         loop=network.loop, service=service, outer=outer, layouts=layouts, me=key.cluster_id, lead=lead,
-        lead_peer=addresses[0].peer, progress=progress, timeouts=timeouts, codec=codec,
+        lead_peer=addresses[0].peer, progress=progress, timeouts=timeouts, weight_cap=weight_cap, codec=codec,
     )  # fmt: skip
-    network.call(service.start(), _NETWORK_S)
+    network.call(service.start([a.peer for a in addresses]), _NETWORK_S)
     if lead is not None:
         network.call(lead.company.start(), _NETWORK_S)
     pipeline.barrier()  # every rank answers now
@@ -216,6 +219,8 @@ def _enter_run(
             plan = _next_plan(spec, rank, lead, network)
         if plan.action == "leave":
             raise Leave(now=True)
+        if plan.action == "refused":
+            raise NotTrustedError(plan.detail)
         if plan.action == "start" and rank.progress.state == "training":
             break
         if plan.action == "download":
@@ -264,10 +269,10 @@ def _download(
 
     stage_of = rank.pipeline.stage_of
     names = {s: [n for n in stage_of if stage_of[n] == s] for s in sorted(set(stage_of.values()))}
-    service, timeouts = rank.rounds.service, Timeouts(spec.deadlines.round_s)
+    service = rank.rounds.service
     snapshots, places = [], ""
     try:
-        body = download(service, rank.outer, names, plan.donor, timeouts, show)
+        body = download(service, rank.outer, names, plan.donor, show)
         snapshots = network.call(body, 20 * spec.deadlines.round_s)
         places = ",".join(sorted({f"{s.t} {s.lineage}" for s in snapshots}))
     except (*CALL_FAILED, asyncio.CancelledError) as error:

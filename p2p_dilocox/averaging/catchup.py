@@ -1,47 +1,50 @@
 """Rounds that a cluster was not in: their averages as bytes from one that was, decoded as its members did."""
 
-import asyncio
-from collections.abc import Sequence
-
-from p2p_dilocox.averaging.butterfly import decode_chunks
-from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges
-from p2p_dilocox.averaging.service import Frame, Service
-from p2p_dilocox.compression import Layout
+from p2p_dilocox.averaging.coded import CodedStage
+from p2p_dilocox.averaging.division import Division
+from p2p_dilocox.averaging.rollcall import Roster, read_call
+from p2p_dilocox.averaging.service import Service
+from p2p_dilocox.averaging.vote import check_votes
 from p2p_dilocox.errors import NotTrustedError
-from p2p_dilocox.lineage import round_digest
+from p2p_dilocox.lineage import combined_digest, round_digest
 from p2p_dilocox.outer import Average, OuterState
-from p2p_dilocox.swarm.messages import Ask, Chunk, Result, unpack
+from p2p_dilocox.swarm.gate import Gate
+from p2p_dilocox.swarm.messages import Ask, Result
 
-__all__ = ["decode_average", "fetch_average"]
+__all__ = ["decode_average", "fetch_average", "read_result"]
+
+
+def read_result(result: Result, run_id: str, gate: Gate, weight_cap: float) -> Roster:
+    """The roster of a round, if its members prove that they committed it. Raises NotTrustedError."""
+    roster = read_call(result.call, run_id, gate, weight_cap)
+    try:
+        digest = combined_digest({int(stage): digest for stage, digest in result.stage_digests.items()})
+    except ValueError as error:
+        raise NotTrustedError(
+            f"the result of outer step {roster.t} names a stage that is no number"
+        ) from error
+    check_votes(result.votes, run_id, roster.t, roster.key, roster.ids, digest)
+    return roster
 
 
 async def fetch_average(
-    service: Service, peer: str, result: Result, stage: int, timeout_s: float
+    service: Service, peer: str, result: Result, stage: int, division: Division
 ) -> list[bytes]:
     """The encoded average of one stage, in chunks; NotTrustedError unless it has the result's digest."""
-    ask = Ask(t=result.t, stage=stage)
-    frames = await service.stub(peer).rpc_average(Frame(ask.pack()))
-    async with asyncio.timeout(timeout_s):
-        chunks = [unpack(frame.body, Chunk).body async for frame in frames]
+    t = result.call.t
+    pieces = service.fetch(peer, "average", Ask(t=t, stage=stage), division.most_bytes())
+    chunks = [data async for data in pieces]
     if round_digest(chunks) != result.stage_digests.get(str(stage)):
-        raise NotTrustedError(
-            f"the average of outer step {result.t}, stage {stage} is not what was committed"
-        )
+        raise NotTrustedError(f"the average of outer step {t}, stage {stage} is not what was committed")
     return chunks
 
 
-def decode_average(
-    outer: OuterState, layout: Layout, chunks: list[bytes], shares: Sequence[float]
-) -> Average:
-    """shares: what the members cut the round by, see chunk_ranges. Raises NotTrustedError."""
-    p_pieces = [piece for part in chunk_ranges(layout, "p", shares) for piece in part]
-    q_pieces = [piece for part in chunk_ranges(layout, "q", shares) for piece in part]
-    group = layout.group
+def decode_average(outer: OuterState, division: Division, chunks: list[bytes]) -> Average:
+    """Raises NotTrustedError."""
     try:
-        p = decode_chunks(chunks[: len(p_pieces)], p_pieces, layout.phase_numel("p"), group, layout.dtype)
-        q = decode_chunks(chunks[len(p_pieces) :], q_pieces, layout.phase_numel("q"), group, layout.dtype)
+        p, q = division.decode(chunks)
     except ValueError as error:
         raise NotTrustedError(f"a committed average cannot be decoded: {error}") from error
-    code = CodedStage(outer, layout)
+    code = CodedStage(outer, division.layout)
     code.orthonormalise(p)
     return code.decode(p, q)

@@ -1,6 +1,7 @@
 """The clusters of a run as one of them sees them: who is there, where each stands, is there one history."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,7 +14,17 @@ from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.swarm.identity import SigningKey
-from p2p_dilocox.swarm.messages import Ask, Envelope, Presence, RankAddress, Result, Standing, seal
+from p2p_dilocox.swarm.messages import (
+    Ask,
+    Envelope,
+    Presence,
+    RankAddress,
+    Ready,
+    Result,
+    Standing,
+    open_sealed,
+    seal,
+)  # fmt: skip
 from p2p_dilocox.swarm.node import Node
 from p2p_dilocox.swarm.records import RUN_LIFE_S
 from p2p_dilocox.swarm.signed import SignedRun
@@ -77,6 +88,9 @@ class Company:
         self.me = key.cluster_id
         self.present: dict[str, Presence] = {}
         self.name, self._service, self._signed = name, service, signed
+        self.gate = service.gate
+        self.duplicate = ""  # why we have to go: our identity is in use elsewhere
+        self._since, self._published = time.time(), False
         self._ranks: dict[str, list[RankAddress]] = {}
         self._heart: asyncio.Task[None] | None = None
 
@@ -95,7 +109,7 @@ class Company:
         p = self.progress
         return Presence(
             cluster_id=self.me, name=self.name, ranks=self.ranks, t=p.t, h=p.h, state=p.state,
-            loss=p.loss, tokens_per_s=p.tokens_per_s, tokens=p.tokens,
+            loss=p.loss, tokens_per_s=p.tokens_per_s, tokens=p.tokens, since=self._since,
         )  # fmt: skip
 
     def standing(self) -> Standing:
@@ -106,8 +120,12 @@ class Company:
         )  # fmt: skip
 
     def coordinators(self) -> list[str]:
-        """The members of the last committed round, who so agree on this list; at the start all present."""
-        return self.progress.members or sorted({*self.present, self.me})
+        """The members of the last committed round, who so agree on this list; at the start all present.
+
+        Those that nobody can dial hold no roll call, unless there are no others.
+        """
+        clusters = self.progress.members or sorted({*self.present, self.me})
+        return [c for c in clusters if all(r.maddrs for r in self.ranks_of(c))] or clusters
 
     def expected(self) -> list[str]:
         """The clusters that the next outer step waits for: the last members, and those in step with us.
@@ -117,22 +135,45 @@ class Company:
         in_step = {c for c, p in self.present.items() if p.state == "training" and p.t >= self.progress.t - 2}
         return sorted({*self.coordinators(), *in_step})
 
+    def uplink_mbps(self) -> float:
+        """As measured when much was sent, to three digits; 0 if it never was."""
+        return float(f"{self._service.traffic.uplink_mbps:.3g}")
+
     def others(self) -> list[str]:
         """Every cluster we have met, ourselves left out."""
         return list(self._ranks)
 
     def ranks_of(self, cluster: str) -> list[RankAddress]:
-        return self._ranks.get(cluster, [])
-
-    def cluster_led_by(self, peer: str) -> str | None:
-        return next((c for c, ranks in self._ranks.items() if ranks[0].peer == peer), None)
+        return self.ranks if cluster == self.me else self._ranks.get(cluster, [])
 
     async def refresh(self) -> None:
         """Tell the swarm that we are here and look who else is."""
-        await self.node.publish_presence(self.key, self.presence())
         self.present = await self.node.clusters()
+        self._look_for_a_twin(self.present.get(self.me))
+        await self.node.publish_presence(self.key, self.presence())
+        self._published = True
+        self.present = {c: p for c, p in self.present.items() if self._allowed(c)}
         for cluster, presence in self.present.items():
             await self.meet(cluster, presence.ranks)
+
+    def _allowed(self, cluster: str) -> bool:
+        try:
+            self.gate.require(cluster)
+        except NotTrustedError:
+            return False
+        return True
+
+    def _look_for_a_twin(self, mine: Presence | None) -> None:
+        """Our record as others see it. Before our first heartbeat it may be of an earlier start."""
+        if mine is None or not self._published or mine.ranks == self.ranks:
+            return
+        if (mine.since, mine.ranks[0].maddrs) < (self._since, self.ranks[0].maddrs):
+            where = ", ".join(mine.ranks[0].maddrs[:2]) or "elsewhere"
+            self.duplicate = (
+                f"cluster {self.me} is in this run already, from {where}. "
+                "Use another --state-dir: two machines cannot share one identity"
+            )
+            self.progress.astray = self.duplicate
 
     async def greet(self) -> dict[str, Standing]:
         """Tell every other lead our presence now, and learn where each stands.
@@ -171,11 +212,20 @@ class Company:
 
     async def standing_of(self, cluster: str) -> Standing | None:
         """Where another cluster stands; None if it does not answer in time."""
-        return await self.ask(cluster, lambda stub: stub.rpc_standing(Ask(), timeout=self.timeouts.reply_s))
+        ask = Ask(shown=self.gate.own)
+        return await self.ask(cluster, lambda stub: stub.rpc_standing(ask, timeout=self.timeouts.reply_s))
 
     async def result_after(self, cluster: str, t: int) -> Result | None:
         """The first round after outer step t that a cluster keeps."""
-        return await self.ask(cluster, lambda stub: stub.rpc_result(Ask(t=t), timeout=self.timeouts.reply_s))
+        ask = Ask(t=t, shown=self.gate.own)
+        return await self.ask(cluster, lambda stub: stub.rpc_result(ask, timeout=self.timeouts.reply_s))
+
+    def parent_of(self, result: Result) -> str:
+        """The lineage that a committed round follows from; "" if that is not well told."""
+        try:
+            return open_sealed(result.call.ready[0], self.node.run_id, Ready).lineage
+        except NotTrustedError:
+            return ""
 
     async def linger(self, t: int) -> None:
         """Stay until those we averaged with are past outer step t as well: they may still need our votes."""
@@ -208,7 +258,7 @@ class Company:
                 continue
             if theirs.committed_t > ours.committed_t:  # perhaps just ahead of us
                 following = await self.result_after(cluster, ours.committed_t)
-                parted = following is None or following.parent != ours.lineage
+                parted = following is None or self.parent_of(following) != ours.lineage
             else:  # perhaps just behind us
                 known = self.progress.lineages
                 parted = theirs.committed_t >= min(known) and known.get(theirs.committed_t) != theirs.lineage

@@ -9,8 +9,9 @@ __all__ = ["Deadline", "Timeouts"]
 
 @dataclass(frozen=True)
 class Timeouts:
-    """round_s: from the moment a cluster offers its contribution
-    to the moment it knows the outcome, in seconds."""
+    """round_s: from the moment a cluster offers its contribution to the moment it knows the outcome, in
+    seconds.
+    """
 
     round_s: float
 
@@ -23,6 +24,11 @@ class Timeouts:
     def reply_s(self) -> float:
         """After this long without a reply to a short question a peer counts as frozen."""
         return min(5.0, 0.25 * self.round_s)
+
+    @property
+    def votes_s(self) -> float:
+        """How long the votes may take. All who averaged with us were done when we were."""
+        return 3 * self.reply_s
 
     @property
     def poll_s(self) -> float:

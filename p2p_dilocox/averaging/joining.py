@@ -2,19 +2,17 @@
 the state of a cluster that is further (rule V8)."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
 
 from p2p_dilocox.averaging.company import Company, outranks
-from p2p_dilocox.averaging.deadlines import Timeouts
-from p2p_dilocox.averaging.service import Frame, Service
+from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import Snapshot, read_snapshot, snapshot_bytes
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.outer import OuterState
-from p2p_dilocox.swarm.messages import Ask, Chunk, Message, RankAddress, Standing, unpack
+from p2p_dilocox.swarm.messages import Ask, Message, RankAddress, Standing
 
 __all__ = ["Plan", "download", "make_plan"]
 
@@ -26,7 +24,7 @@ class Plan(Message, frozen=True, kw_only=True):
     standing: the donor's, or of a cluster with our lineage; None if we are the first.
     """
 
-    action: Literal["wait", "start", "download", "leave"]
+    action: Literal["wait", "start", "download", "leave", "refused"]
     donor: Annotated[list[RankAddress], msgspec.Meta(max_length=512)] = []
     standing: Standing | None = None
     detail: str = ""
@@ -38,6 +36,8 @@ async def make_plan(company: Company, outer: OuterState, min_clusters: int) -> P
     By looking we are seen: once our state is a recent one, the others' next round waits for us.
     """
     standings = await company.greet()
+    if company.duplicate:
+        return Plan(action="refused", detail=company.duplicate)
     best = max(standings, key=lambda c: (standings[c].committed_t, c), default=None)
     if best is not None and standings[best].committed_t > 0:
         standing = standings[best]
@@ -57,13 +57,11 @@ async def download(
     outer: OuterState,
     names_of_stage: dict[int, list[str]],
     donor: list[RankAddress],
-    timeouts: Timeouts,
     progress: Callable[[float], None],
 ) -> list[Snapshot]:
     """Every stage we hold, from the donor's ranks, checked. Raises NotTrustedError, or what libp2p raises.
 
-    progress: called with the fraction received. A donor may send no more
-    than the state has, and nothing for `round_s` at most.
+    progress: called with the fraction received. A donor may send no more than the state has.
     """
     limit = {stage: snapshot_bytes(outer, names) for stage, names in names_of_stage.items()}
     received, total = 0, sum(limit.values())
@@ -73,14 +71,9 @@ async def download(
         if peer is None:
             raise NotTrustedError(f"the donor has nobody for stage {stage}")
         data = bytearray()
-        frames = aiter(await service.stub(peer).rpc_snapshot(Frame(Ask(stage=stage).pack())))
-        with contextlib.suppress(StopAsyncIteration):
-            while True:
-                frame = await asyncio.wait_for(anext(frames), timeouts.round_s)
-                data += unpack(frame.body, Chunk).body
-                if len(data) > limit[stage]:
-                    raise NotTrustedError(f"the donor sends more than {limit[stage]} bytes for stage {stage}")
-                progress(min(1.0, (received + len(data)) / total))
+        async for piece in service.fetch(peer, "snapshot", Ask(stage=stage), limit[stage]):
+            data += piece
+            progress(min(1.0, (received + len(data)) / total))
         received += limit[stage]
         snapshots.append(await asyncio.to_thread(read_snapshot, bytes(data), outer, names))
     return snapshots

@@ -1,11 +1,14 @@
 """What a cluster's lead (rank 0) does for its cluster: roll call, votes, and the word to its own ranks."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from p2p_dilocox.averaging.catchup import read_result
 from p2p_dilocox.averaging.company import Company
 from p2p_dilocox.averaging.deadlines import Deadline
+from p2p_dilocox.averaging.exclusion import Grudges, NormCap
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.rollcall import RollCalls, Roster, coordinator_order, read_call
 from p2p_dilocox.averaging.vote import Ballot
@@ -22,6 +25,7 @@ from p2p_dilocox.swarm.messages import (
     Result,
     StageDone,
     Standing,
+    Vote,
     Votes,
     open_sealed,
     seal,
@@ -31,6 +35,9 @@ __all__ = ["Lead"]
 
 _MOST_AT_ONCE = 64
 _BALLOTS_AHEAD = 3  # a cluster in step is never further ahead than the round in flight
+_MOST_ATTEMPTS = 16
+_KEPT = 8  # outer steps whose attempts we remember
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,6 +49,7 @@ class _Attempt:
     roster: Roster | None = None
     digests: dict[int, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
+    accused: dict[str, str] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     decision: asyncio.Future[Decision] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -58,13 +66,17 @@ class Lead:
         spec_digest: str,
         num_stages: int,
         min_clusters: int,
+        weight_cap: float,
         result_after: Callable[[int], Result],
     ) -> None:
-        """min_clusters: for the first outer step. result_after(t): a committed round that we keep."""
-        self.company = company
+        """min_clusters: for the first outer step. weight_cap: tokens that a cluster can train in one outer
+        step. result_after(t): a committed round that we keep.
+        """
+        self.company, self.gate = company, company.gate
         self.me, self.run_id = company.me, company.node.run_id
         self.timeouts, self.progress = company.timeouts, company.progress
         self.spec_digest, self.num_stages, self.result_after = spec_digest, num_stages, result_after
+        self.weight_cap, self.norm_cap, self.grudges = weight_cap, NormCap(), Grudges()
         self.rollcalls = RollCalls(
             me=self.me,
             run_id=self.run_id,
@@ -74,10 +86,14 @@ class Lead:
             expected=company.expected,
             standing_of=company.standing_of,
             min_clusters=lambda: 1 if self.progress.members else min_clusters,
+            gate=self.gate,
+            norm_cap=self.norm_cap.cap,
+            weight_cap=weight_cap,
         )
         self._attempts: dict[tuple[int, int], _Attempt] = {}
         self._ballots: dict[tuple[int, int], Ballot] = {}
         self._followed: dict[int, asyncio.Future[Follow]] = {}
+        self._notes: list[str] = []
 
     async def close(self) -> None:
         await self.rollcalls.close()
@@ -86,19 +102,21 @@ class Lead:
     # --- our cluster in a round
 
     async def attend(self, t: int, attempt: int, offer: Offer, deadline: Deadline) -> CallReply:
-        """Answer the roll call; the reply is a call (perhaps without
-        us), `over`, or empty if there is none in time.
+        """Answer the roll call; the reply is a call (perhaps without us), `over`, `dropped`, or empty if
+        there is none in time.
 
         Raises ClusterError if the coordinator refuses us: another protocol or run spec.
         """
         ready = Ready(
             spec=self.spec_digest, cluster_id=self.me, name=self.company.name, t=t, attempt=attempt,
-            lineage=self.progress.lineage, weight=offer.weight, ranks=self.company.ranks,
+            lineage=self.progress.lineage, weight=offer.weight, norm=offer.norm,
+            fingerprint=list(offer.fingerprint),
+            uplink_mbps=self.company.uplink_mbps(), without=self.grudges.without(t), ranks=self.company.ranks,
         )  # fmt: skip
         sealed = seal(self.company.key, self.run_id, ready)
         reply = CallReply()
         while not deadline.passed:
-            for coordinator in coordinator_order(self.company.coordinators(), t):
+            for coordinator in coordinator_order(self.company.coordinators(), t, attempt):
                 answer = await self._offer(coordinator, sealed)
                 if answer is None:
                     continue
@@ -108,14 +126,22 @@ class Lead:
                     raise ClusterError(f"cluster {coordinator} refuses ours: {answer.refused}")
                 reply = answer
                 break
-            if reply.call or reply.over:
+            if reply.call or reply.over or reply.dropped:
                 break
             await deadline.sleep(0.05)
         entry = self._attempt(t, attempt)
         if reply.call:
-            entry.roster = read_call(reply.call, self.run_id)
+            entry.roster = read_call(reply.call, self.run_id, self.gate, self.weight_cap)
             for member in entry.roster.members:
                 await self.company.meet(member.cluster_id, member.ranks)
+            cap = self.norm_cap.cap([m.norm for m in entry.roster.members if m.weight > 0])
+            for member in entry.roster.members:
+                if member.norm > cap:
+                    entry.accused[member.cluster_id] = (
+                        f"announced a norm of {member.norm:.4g}, usual is {cap:.4g} at most"
+                    )
+        if reply.left_out:
+            self._note(f"outer step {t} went on without this cluster: {reply.left_out}")
         entry.reply = reply
         entry.ready.set()
         return reply
@@ -123,7 +149,8 @@ class Lead:
     async def decide(self, t: int, attempt: int, deadline: Deadline) -> Decision:
         """Wait for our ranks' digests, vote for the cluster, and make the outcome known to our ranks."""
         entry = self._attempt(t, attempt)
-        if entry.roster is None:
+        roster = entry.roster
+        if roster is None:
             raise ClusterError(f"no roll call for outer step {t}, attempt {attempt}: nothing to vote on")
         try:
             await asyncio.wait_for(entry.complete.wait(), max(0.01, deadline.remaining()))
@@ -131,13 +158,42 @@ class Lead:
         except TimeoutError:
             digest = ""
             entry.reasons.append("a stage of this cluster was not averaged before the deadline")
+        if entry.accused:
+            digest = ""
+            entry.reasons += [f"cluster {c} {why}" for c, why in entry.accused.items()]
+        reason = "; ".join(dict.fromkeys(entry.reasons))[:500]
+        vote = Vote(
+            cluster_id=self.me, t=t, attempt=attempt, call=roster.key, digest=digest, reason=reason,
+            accused=list(entry.accused),
+        )  # fmt: skip
         ballot = self._ballot(t, attempt)
-        outcome = await ballot.decide(digest, entry.roster.ids, self._tell, self.timeouts, deadline)
-        reason = "; ".join(dict.fromkeys([ballot.reason, *entry.reasons]))[:500]
-        decision = Decision(outcome=outcome, digest=digest if outcome == "committed" else "", reason=reason)
+        outcome = await ballot.decide(
+            seal(self.company.key, self.run_id, vote), roster.ids, roster.teller, roster.clients, self._tell,
+            self.timeouts, Deadline(deadline.within(self.timeouts.votes_s)),
+        )  # fmt: skip
+        if outcome == "committed":
+            self.grudges.forgive(roster.ids)
+            self.norm_cap.remember([m.norm for m in roster.members if m.weight > 0])
+        else:
+            self._blame(t, entry, ballot)
+        decision = Decision(
+            outcome=outcome, digest=digest if outcome == "committed" else "", reason=ballot.reason[:500]
+        )
         entry.decision.set_result(decision)
         self._forget(t)
         return decision
+
+    def notes(self) -> list[str]:
+        """Sentences about who was left out and why, since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def result_of(self, t: int, attempt: int) -> Result:
+        """The proof of a round that we committed."""
+        entry, ballot = self._attempt(t, attempt), self._ballot(t, attempt)
+        assert entry.reply is not None and entry.reply.call is not None
+        digests = {str(stage): digest for stage, digest in sorted(entry.digests.items())}
+        return Result(call=entry.reply.call, stage_digests=digests, votes=ballot.proof())
 
     def follow(self, t: int, deadline: Deadline) -> "asyncio.Future[Follow]":
         """Find the committed rounds from ours on, up to outer step t
@@ -154,16 +210,22 @@ class Lead:
                     continue
                 results: list[Result] = []
                 at, parent = self.progress.committed_t, self.progress.lineage
-                while at < standing.committed_t and len(results) < _MOST_AT_ONCE:
-                    result = await self.company.result_after(cluster, at)
-                    if result is None or result.t <= at or result.parent != parent:
-                        return Follow(
-                            failed=f"cluster {cluster} cannot tell the round after our outer step {at}"
-                        )
-                    digests = {int(stage): digest for stage, digest in result.stage_digests.items()}
-                    parent = next_lineage(parent, result.t, result.members, combined_digest(digests))
-                    at = result.t
-                    results.append(result)
+                try:
+                    while at < standing.committed_t and len(results) < _MOST_AT_ONCE:
+                        result = await self.company.result_after(cluster, at)
+                        if result is None or result.call.t <= at:
+                            raise NotTrustedError("it does not keep that round")
+                        roster = read_result(result, self.run_id, self.gate, self.weight_cap)
+                        if roster.parent != parent:
+                            raise NotTrustedError("it has another history")
+                        digests = {int(stage): digest for stage, digest in result.stage_digests.items()}
+                        parent = next_lineage(parent, roster.t, roster.ids, combined_digest(digests))
+                        at = roster.t
+                        results.append(result)
+                except NotTrustedError as error:
+                    return Follow(
+                        failed=f"cluster {cluster} cannot tell the round after our outer step {at}: {error}"
+                    )
                 return Follow(results=results, donor=self.company.ranks_of(cluster), found=True)
             await deadline.sleep(self.timeouts.poll_s)
         return Follow(failed=f"nobody committed outer step {t} in time")
@@ -172,6 +234,7 @@ class Lead:
 
     async def on_hello(self, sealed: bytes) -> Standing:
         presence = open_sealed(sealed, self.run_id, Presence)
+        self.gate.require(presence.cluster_id)
         if presence.cluster_id != self.me:
             self.company.present[presence.cluster_id] = presence
             await self.company.meet(presence.cluster_id, presence.ranks)
@@ -180,8 +243,7 @@ class Lead:
     async def on_ready(self, sealed: bytes) -> CallReply:
         return await self.rollcalls.answer(sealed, last_t=self.progress.t)
 
-    async def on_call(self, ask: Ask, peer: str) -> CallReply:
-        self._require_own(peer)
+    async def on_call(self, ask: Ask) -> CallReply:
         entry = self._attempt(ask.t, ask.attempt)
         try:
             await asyncio.wait_for(entry.ready.wait(), self.timeouts.poll_s)
@@ -189,10 +251,10 @@ class Lead:
             return CallReply()
         reply = entry.reply or CallReply()
         # "none in time" must not look like "not yet"
-        return reply if reply.call or reply.over else CallReply(refused="no roll call in time")
+        found = reply.call or reply.over or reply.dropped
+        return reply if found else CallReply(refused="no roll call in time")
 
-    async def on_stage_done(self, done: StageDone, peer: str) -> Decision:
-        self._require_own(peer)
+    async def on_stage_done(self, done: StageDone) -> Decision:
         entry = self._attempt(done.t, done.attempt)
         self.enter_digests(done)
         await asyncio.wait({entry.decision}, timeout=self.timeouts.poll_s)
@@ -201,22 +263,18 @@ class Lead:
     def enter_digests(self, done: StageDone) -> None:
         entry = self._attempt(done.t, done.attempt)
         entry.digests.update({int(stage): digest for stage, digest in done.digests.items()})
+        entry.accused |= done.accused
         if done.reason and done.reason not in entry.reasons:
             entry.reasons.append(done.reason)
         if len(entry.digests) == self.num_stages or not all(entry.digests.values()):
             entry.complete.set()
 
-    def digests_of(self, t: int, attempt: int) -> dict[int, str]:
-        return dict(sorted(self._attempt(t, attempt).digests.items()))
-
-    async def on_votes(self, votes: Votes, peer: str) -> Votes:
-        ballot = self._ballot(votes.t, votes.attempt)
-        sender = self.company.cluster_led_by(peer)
-        if sender is None:
-            raise NotTrustedError(f"{peer} leads no cluster of this run")
-        if abs(votes.t - self.progress.t) > _BALLOTS_AHEAD:
+    async def on_votes(self, votes: Votes, cluster: str) -> Votes:
+        if abs(votes.t - self.progress.t) > _BALLOTS_AHEAD or votes.attempt >= _MOST_ATTEMPTS:
             raise NotTrustedError(f"votes on outer step {votes.t}, we are at {self.progress.t}")
-        ballot.merge(sender, votes)
+        ballot = self._ballot(votes.t, votes.attempt)
+        ballot.merge(cluster, votes)
+        await ballot.settled(self.timeouts.poll_s)
         return ballot.message()
 
     async def on_standing(self) -> Standing:
@@ -225,8 +283,7 @@ class Lead:
     async def on_result(self, ask: Ask) -> Result:
         return self.result_after(ask.t)
 
-    async def on_follow(self, ask: Ask, peer: str) -> Follow:
-        self._require_own(peer)
+    async def on_follow(self, ask: Ask) -> Follow:
         following = self._followed.get(ask.t)
         if following is None:
             raise NotTrustedError(f"this cluster does not follow outer step {ask.t}")
@@ -234,6 +291,28 @@ class Lead:
         return following.result() if following.done() else Follow()
 
     # ---
+
+    def _blame(self, t: int, entry: _Attempt, ballot: Ballot) -> None:
+        """Whom we do not average with in the next attempt: whom our ranks accuse. If nobody accuses anybody,
+        those who alone could not average or did not vote: they would fail the next attempt too.
+        """
+        accused = dict(entry.accused)
+        if not accused and not any(vote.accused for vote in ballot.votes.values()):
+            failed = {
+                c: vote.reason or "could not average" for c, vote in ballot.votes.items() if not vote.digest
+            }
+            failed |= {c: "did not vote" for c in ballot.members if c not in ballot.votes}
+            accused = failed if 2 * len(failed) <= len(ballot.members) and self.me not in failed else {}
+        for cluster, why in accused.items():
+            if cluster != self.me:
+                self.grudges.strike(cluster, t)
+                until = self.grudges.until(cluster)
+                more = f" and up to outer step {until}" if until > t else ""
+                self._note(f"cluster {cluster} is left out of outer step {t}{more}: it {why}")
+
+    def _note(self, sentence: str) -> None:
+        _LOG.warning(sentence)
+        self._notes.append(sentence)
 
     async def _offer(self, coordinator: str, sealed: bytes) -> CallReply | None:
         if coordinator == self.me:
@@ -243,21 +322,21 @@ class Lead:
         return await self.company.ask(coordinator, lambda stub: stub.rpc_ready(envelope, timeout=patience_s))
 
     async def _tell(self, member: str, votes: Votes) -> Votes | None:
-        return await self.company.ask(
-            member, lambda stub: stub.rpc_votes(votes, timeout=self.timeouts.reply_s)
+        shown = Votes(
+            t=votes.t, attempt=votes.attempt, votes=votes.votes, outcome=votes.outcome, shown=self.gate.own
         )
-
-    def _require_own(self, peer: str) -> None:
-        if peer not in {r.peer for r in self.company.ranks}:
-            raise NotTrustedError(f"{peer} is no rank of cluster {self.me}")
+        return await self.company.ask(
+            member, lambda stub: stub.rpc_votes(shown, timeout=self.timeouts.reply_s)
+        )
 
     def _attempt(self, t: int, attempt: int) -> _Attempt:
         return self._attempts.setdefault((t, attempt), _Attempt())
 
     def _ballot(self, t: int, attempt: int) -> Ballot:
-        return self._ballots.setdefault((t, attempt), Ballot(t, attempt, self.me))
+        return self._ballots.setdefault((t, attempt), Ballot(t, attempt, self.me, self.run_id))
 
     def _forget(self, t: int) -> None:
         for table in (self._attempts, self._ballots):
-            for key in [k for k in table if k[0] < t - 8]:
+            for key in [k for k in table if k[0] < t - _KEPT]:
                 del table[key]
+        self._followed = {k: f for k, f in self._followed.items() if k >= t - _KEPT}

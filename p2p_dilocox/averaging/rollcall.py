@@ -1,25 +1,30 @@
 """The roll call of an outer step: one member list for all stages of all clusters (rule V2).
 
 The clusters of the last committed round know each other, so they agree, without asking, on an order of
-coordinators for
-outer step t. Each offers its signed `Ready` to the first that answers. The coordinator waits until all it
-expects are
-there, never longer than its deadline, and closes the call. Clusters that are dead are not waited for.
+coordinators for an attempt of outer step t. Each offers its signed `Ready` to the first that answers. The
+coordinator waits until all it expects are there, never longer than its deadline, and closes the call.
+Clusters that are dead are not waited for; those that stand out, or that others refuse to average with, are
+left out and told why.
 """
 
 import asyncio
 import hashlib
+import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
+from p2p_dilocox.averaging.exclusion import left_out as settle_quarrels
+from p2p_dilocox.averaging.shares import shares
 from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.messages import PROTOCOL, Call, CallReply, Ready, Standing, open_sealed
 
 __all__ = ["RollCalls", "Roster", "coordinator_order", "read_call"]
 
 _KEPT = 16  # calls remembered, to tell latecomers
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Roster:
 
     t: int
     attempt: int
+    coordinator: str
     members: tuple[Ready, ...]
     key: str
     remaining_s: float
@@ -38,8 +44,39 @@ class Roster:
         return [m.cluster_id for m in self.members]
 
     @property
+    def parent(self) -> str:
+        """The lineage that all members share before this round."""
+        return self.members[0].lineage
+
+    @property
     def weights(self) -> list[float]:
         return [m.weight for m in self.members]
+
+    @property
+    def norms(self) -> list[float]:
+        return [m.norm for m in self.members]
+
+    @property
+    def clients(self) -> list[str]:
+        return [m.cluster_id for m in self.members if m.client]
+
+    @property
+    def teller(self) -> str:
+        """The member that collects the votes."""
+        dialable = [m.cluster_id for m in self.members if not m.client] or self.ids
+        return coordinator_order(dialable, self.t, self.attempt)[0]
+
+    def shares(self) -> list[float]:
+        """How large a part each member averages."""
+        return shares([m.uplink_mbps for m in self.members], [not m.client for m in self.members])
+
+    def dials(self, me: int) -> list[bool | None]:
+        """Per member whether we open the stream (True), it does, or there is none (None). Clients dial."""
+        mine = self.members[me].client
+        return [
+            None if i == me or (mine and other.client) else mine if mine != other.client else me < i
+            for i, other in enumerate(self.members)
+        ]
 
     def index_of(self, cluster_id: str) -> int | None:
         return next((i for i, m in enumerate(self.members) if m.cluster_id == cluster_id), None)
@@ -52,36 +89,47 @@ class Roster:
         return [p for p in peers if p is not None]
 
 
-def read_call(call: Call, run_id: str) -> Roster:
-    """Check every signature and that the members agree on the
-    outer step and on history. Raises NotTrustedError."""
+def read_call(call: Call, run_id: str, gate: Gate, weight_cap: float) -> Roster:
+    """Check every signature and weight, and that the members agree on the outer step and on history.
+
+    Raises NotTrustedError.
+    """
     members = sorted((open_sealed(r, run_id, Ready) for r in call.ready), key=lambda m: m.cluster_id)
     if len({m.cluster_id for m in members}) != len(members):
         raise NotTrustedError(f"the roll call of outer step {call.t} lists a cluster twice")
     for member in members:
+        gate.require(member.cluster_id)
         if (member.t, member.attempt) != (call.t, call.attempt):
             raise NotTrustedError(
                 f"the roll call of outer step {call.t} lists {member.cluster_id} for step {member.t}"
             )
         if member.lineage != members[0].lineage:
             raise NotTrustedError(f"the roll call of outer step {call.t} mixes lineages")
+        if member.weight > weight_cap:
+            raise NotTrustedError(
+                f"the roll call of outer step {call.t} lists {member.cluster_id} with {member.weight:.4g} "
+                f"tokens, at most {weight_cap:.4g} are possible"
+            )
+    if not sum(m.weight for m in members) > 0:
+        raise NotTrustedError(f"the roll call of outer step {call.t} has nothing to average")
     key = hashlib.sha256(b"".join(m.pack() for m in members)).hexdigest()
-    return Roster(call.t, call.attempt, tuple(members), key, call.remaining_s)
+    return Roster(call.t, call.attempt, call.coordinator, tuple(members), key, call.remaining_s)
 
 
-def coordinator_order(clusters: Sequence[str], t: int) -> list[str]:
-    """The same on every cluster, and another one each outer step."""
-    return sorted(clusters, key=lambda c: hashlib.sha256(f"{t} {c}".encode()).digest())
+def coordinator_order(clusters: Iterable[str], t: int, attempt: int = 0) -> list[str]:
+    """The same on every cluster, and another one each outer step and attempt."""
+    return sorted(clusters, key=lambda c: hashlib.sha256(f"{t} {attempt} {c}".encode()).digest())
 
 
 @dataclass
 class _Roll:
     deadline: Deadline
-    ready: dict[str, bytes] = field(default_factory=dict)
-    lineages: dict[str, str] = field(default_factory=dict)
+    sealed: dict[str, bytes] = field(default_factory=dict)
+    ready: dict[str, Ready] = field(default_factory=dict)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     call: Call | None = None
+    left_out: dict[str, str] = field(default_factory=dict)  # cluster -> why
     over: bool = False
 
 
@@ -89,7 +137,8 @@ class RollCalls:
     """The coordinator's side; every cluster's lead has one.
 
     coordinators: whose lead may hold the roll call. expected: the clusters to wait for.
-    standing_of: where a cluster stands, None if it does not answer.
+    standing_of: where a cluster stands, None if it does not answer. norm_cap: of pseudo-gradients this long.
+    weight_cap: tokens that a cluster can have trained in an outer step.
     """
 
     def __init__(
@@ -103,8 +152,12 @@ class RollCalls:
         expected: Callable[[], Sequence[str]],
         standing_of: Callable[[str], Awaitable[Standing | None]],
         min_clusters: Callable[[], int],
+        gate: Gate,
+        norm_cap: Callable[[Sequence[float]], float],
+        weight_cap: float,
     ) -> None:
         self.me, self.run_id, self.spec_digest, self.timeouts = me, run_id, spec_digest, timeouts
+        self.gate, self.norm_cap, self.weight_cap = gate, norm_cap, weight_cap
         self.coordinators, self.expected = coordinators, expected
         self.standing_of, self.min_clusters = standing_of, min_clusters
         self._rolls: dict[tuple[int, int], _Roll] = {}
@@ -123,13 +176,17 @@ class RollCalls:
             return CallReply(refused=f"protocol {ready.protocol} here, {PROTOCOL} there: update dilocox-peer")
         if ready.spec != self.spec_digest:
             return CallReply(refused="another run spec: fetch it again with a fresh --state-dir")
+        self.gate.require(ready.cluster_id)
+        if ready.weight > self.weight_cap:
+            most = f"{self.weight_cap:.4g} at most are possible"
+            return CallReply(refused=f"{ready.weight:.4g} tokens in one outer step, {most}")
         self._callers[ready.cluster_id] = ready.t
         key = (ready.t, ready.attempt)
         roll = self._rolls.get(key)
         if roll is None:
             if ready.t <= last_t:
                 return CallReply(over=True)
-            for cluster in coordinator_order(self.coordinators(), ready.t):
+            for cluster in coordinator_order(self.coordinators(), ready.t, ready.attempt):
                 if cluster == self.me:
                     break
                 if await self.standing_of(cluster) is not None:
@@ -142,14 +199,16 @@ class RollCalls:
         if roll.over:
             return CallReply(over=True)
         if roll.call is None:
-            roll.ready[ready.cluster_id] = sealed
-            roll.lineages[ready.cluster_id] = ready.lineage
+            roll.sealed[ready.cluster_id], roll.ready[ready.cluster_id] = sealed, ready
             roll.arrived.set()
             try:
                 await asyncio.wait_for(roll.closed.wait(), self.timeouts.poll_s)
             except TimeoutError:
                 return CallReply()
-        return CallReply(call=roll.call, over=roll.over)
+        left_out = roll.left_out.get(ready.cluster_id, "")
+        return CallReply(
+            call=roll.call, over=roll.over, dropped=not (roll.call or roll.over), left_out=left_out
+        )
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -176,17 +235,40 @@ class RollCalls:
                     roll.over = True
                     roll.closed.set()
                     return
-        # Clusters of another history cannot average with us: the larger side goes on, the others fetch its
-        # rounds.
-        lineage = Counter(roll.lineages.values()).most_common(1)[0][0]
-        roll.call = Call(
-            t=key[0],
-            attempt=key[1],
-            coordinator=self.me,
-            ready=[r for c, r in sorted(roll.ready.items()) if roll.lineages[c] == lineage],
-            remaining_s=self.timeouts.round_s - (self.timeouts.roll_call_s - roll.deadline.remaining()),
-        )
+        members = self._members(roll)
+        if any(roll.ready[c].weight > 0 for c in members):
+            roll.call = Call(
+                t=key[0],
+                attempt=key[1],
+                coordinator=self.me,
+                ready=[roll.sealed[c] for c in members],
+                remaining_s=self.timeouts.round_s - (self.timeouts.roll_call_s - roll.deadline.remaining()),
+            )
         roll.closed.set()
         for old in sorted(self._rolls)[:-_KEPT]:
             del self._rolls[old]
         self._callers = {c: t for c, t in self._callers.items() if t >= key[0] - _KEPT}
+
+    def _members(self, roll: _Roll) -> list[str]:
+        """Who of those that are ready averages, in order; why the others do not goes into roll.left_out."""
+        # Clusters of another history cannot average with us: the larger side goes on, the others fetch its
+        # rounds.
+        lineage = Counter(r.lineage for r in roll.ready.values()).most_common(1)[0][0]
+        ready = {c: r for c, r in sorted(roll.ready.items()) if r.lineage == lineage}
+        cap = self.norm_cap([r.norm for r in ready.values() if r.weight > 0])
+        for cluster, r in ready.items():
+            if r.norm > cap:
+                roll.left_out[cluster] = (
+                    f"its pseudo-gradient has the norm {r.norm:.4g}, at most {cap:.4g} is usual"
+                )
+        ready = {c: r for c, r in ready.items() if c not in roll.left_out}
+        for cluster in settle_quarrels({c: r.without for c, r in ready.items()}):
+            accusers = [c for c, r in ready.items() if cluster in r.without]
+            roll.left_out[cluster] = (
+                f"refused by {', '.join(accusers)}" if accusers else "refuses several others"
+            )
+        for cluster, why in roll.left_out.items():
+            _LOG.warning(
+                "outer step %d goes on without cluster %s: %s", next(iter(ready.values())).t, cluster, why
+            )
+        return [c for c in ready if c not in roll.left_out]

@@ -1,34 +1,40 @@
 """The rounds of a rank: what the training loop starts, and picks up when it is over.
 
-A round runs in the network thread: roll call, butterfly of every stage the rank holds, votes; if a member is
-lost, again
-with the survivors while there is time. The training loop sees three things only: start, ready, wait.
+A round runs in the network thread: roll call, exchange of every stage the rank holds, votes; if a member is
+lost, too slow or hostile, again without it while there is time. The training loop sees three things only:
+start, ready, wait.
 """
 
 import asyncio
 import concurrent.futures
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from p2p_dilocox.averaging.butterfly import Butterfly, ContributionError
-from p2p_dilocox.averaging.catchup import decode_average, fetch_average
-from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges, merged
+from p2p_dilocox.averaging.butterfly import Averaging
+from p2p_dilocox.averaging.catchup import decode_average, fetch_average, read_result
+from p2p_dilocox.averaging.coded import CodedStage, merged
 from p2p_dilocox.averaging.company import CALL_FAILED, Progress
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
+from p2p_dilocox.averaging.division import PHASES, Division
+from p2p_dilocox.averaging.exchange import Budget, Exchange
+from p2p_dilocox.averaging.fault import Aborted, MemberFault
+from p2p_dilocox.averaging.kept import KeptRounds
 from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.offer import Offer
+from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.rollcall import Roster, read_call
-from p2p_dilocox.averaging.service import Service, VectorKey
+from p2p_dilocox.averaging.service import ExchangeKey, Service
 from p2p_dilocox.compression import Layout
-from p2p_dilocox.compression.layout import Phase
-from p2p_dilocox.errors import ClusterError, NotTrustedError
+from p2p_dilocox.errors import ClusterError
 from p2p_dilocox.lineage import combined_digest, round_digest
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.swarm.messages import (
@@ -41,42 +47,24 @@ from p2p_dilocox.swarm.messages import (
     StageDone,
 )
 
-__all__ = ["Outcome", "OuterStep", "Round", "Rounds", "codec_thread"]
+__all__ = ["Round", "Rounds", "codec_thread"]
 
 _GLANCE_S = 0.2  # how often a waiting training loop looks whether it should leave
 _ATTEMPTS = 4
 _PAUSE_S = 0.5
-_KEPT = 64  # committed rounds kept for clusters that were not in them, within
-_KEPT_BYTES = 256 << 20
+_PACE_OF = 9  # committed rounds that say how long one usually takes
+_USUAL = 4.0  # times the median of those
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class OuterStep:
-    """A committed round, as this rank applies it. `own` is None if we were not in it."""
+class _Averaged:
+    """What an attempt left us with. We keep it until we know whether it was committed."""
 
-    t: int
-    members: list[str]
-    weights: list[float]
-    parent: str
-    digest: str
-    stage_digests: dict[int, str]
     average: Average
-    own: Average | None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the round of outer step t ended. No steps: it was dropped, by every cluster, for `reason`."""
-
-    t: int
-    steps: list[OuterStep] = field(default_factory=list)
-    reason: str = ""
-    seconds: float = 0.0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    attempts: int = 1
-    failed: bool = False  # this cluster cannot go on from its state
+    own: Average
+    chunks: dict[int, list[bytes]]
+    seconds: float
 
 
 class Round:
@@ -111,7 +99,8 @@ class Rounds:
     """Starts rounds in `loop`. One at a time; `outer.residual`
     and `outer.basis` must not change while one runs.
 
-    layouts: of every stage this rank holds. lead: set on rank 0 only; the others ask `lead_peer`.
+    layouts: of every stage this rank holds. weight_cap: tokens that a cluster can train in one outer step.
+    lead: set on rank 0 only; the others ask `lead_peer`.
     """
 
     def __init__(
@@ -126,14 +115,19 @@ class Rounds:
         lead_peer: str,
         progress: Progress,
         timeouts: Timeouts,
+        weight_cap: float,
         codec: ThreadPoolExecutor,
     ) -> None:
         self._loop, self.service, self._outer, self.layouts = loop, service, outer, layouts
         self._me, self._lead, self._lead_peer = me, lead, lead_peer
         self._progress, self._timeouts, self._codec = progress, timeouts, codec
-        self._chunks: dict[int, dict[int, list[bytes]]] = {}  # t -> stage -> encoded average
-        self._results: dict[int, Result] = {}
-        self._open: list[VectorKey] = []
+        self._weight_cap = weight_cap
+        self.kept = KeptRounds()
+        self._voted: dict[
+            str, _Averaged
+        ] = {}  # key of the roll call -> our yes, whose outcome we may not know yet
+        self._open: list[ExchangeKey] = []
+        self._pace: deque[float] = deque(maxlen=_PACE_OF)
 
     def start(self, t: int, offer: Offer) -> Round:
         """Offer `outer.residual` to the round of outer step t."""
@@ -145,21 +139,6 @@ class Rounds:
         """Wait for the round of outer step t, which started before we were here."""
         deadline = Deadline(self._timeouts.round_s)
         return self._launch(t, self._follow(t, deadline, self.service.traffic.received))
-
-    def average_of(self, t: int, stage: int) -> list[bytes]:
-        """The encoded average of a recent committed round. Raises NotTrustedError if it is not kept."""
-        try:
-            return self._chunks[t][stage]
-        except KeyError:
-            raise NotTrustedError(f"outer step {t}, stage {stage} is not kept here") from None
-
-    def result_after(self, t: int) -> Result:
-        """The first kept round after outer step t; its `parent` tells
-        whether it is the next. NotTrustedError if none."""
-        later = [k for k in self._results if k > t]
-        if not later:
-            raise NotTrustedError(f"no round after outer step {t} is kept here")
-        return self._results[min(later)]
 
     def _launch(self, t: int, body: Coroutine[Any, Any, Outcome]) -> Round:
         async def bounded() -> Outcome:
@@ -182,44 +161,39 @@ class Rounds:
         vectors = {
             s: asyncio.ensure_future(self._compute(c.vector_p)) for s, c in coded.items()
         }  # while others arrive
-        reason, attempt = "no time for a roll call", 0
-        while not deadline.passed:
+        reason, attempt, steps = "no time for a roll call", 0, []
+        self._voted.clear()
+        while attempt < _ATTEMPTS and not deadline.passed:
             reply = await self._roll_call(t, attempt, offer, deadline)
             if reply.over:
                 return await self._follow(t, deadline, received)
             if reply.call is None:
-                reason = reply.refused or "no roll call in time"
+                reason = (
+                    "no cluster has trained anything"
+                    if reply.dropped
+                    else reply.refused or "no roll call in time"
+                )
                 break
-            roster = read_call(reply.call, self.service.node.run_id)
+            roster = read_call(reply.call, self.service.node.run_id, self.service.gate, self._weight_cap)
             if roster.index_of(self._me) is None:
                 return await self._follow(t, deadline, received)
-            done, averaged, chunks = await self._average(t, roster, coded, vectors, deadline)
+            done, averaged = await self._average(t, roster, coded, vectors, deadline)
             decision = await self._decision(done, deadline)
-            while self._open:  # until here others may still have been fetching our part
-                self.service.exchanges.close(self._open.pop())
-            if decision.outcome == "committed":
-                average = merged([a for a, _ in averaged.values()])
-                own = merged([o for _, o in averaged.values()])
-                step = self._keep(t, roster, decision.digest, done, average, own, chunks)
-                seconds = time.monotonic() - started
-                return Outcome(
-                    t, [step], "", seconds, traffic.sent - sent, traffic.received - received, attempt + 1
-                )  # fmt: skip
-            reason = decision.reason or done.reason
+            while self._open:  # a member that comes late must not wait for us
+                self.service.close_exchange(self._open.pop())
             attempt += 1
-            if attempt == _ATTEMPTS:
+            if decision.outcome == "committed" and averaged is not None:
+                self._pace.append(averaged.seconds)
+                steps = [self._keep(roster, decision.digest, done, averaged)]
                 break
+            reason = decision.reason or done.reason
             await deadline.sleep(_PAUSE_S)  # for whoever is gone to be seen as gone
         await asyncio.gather(*vectors.values())  # the residual may change once we return
+        traffic.measure()
         return Outcome(
-            t,
-            [],
-            reason,
-            time.monotonic() - started,
-            traffic.sent - sent,
-            traffic.received - received,
-            attempt,
-        )
+            t, steps, "" if steps else reason, time.monotonic() - started, traffic.sent - sent,
+            traffic.received - received, attempt, notes=self._notes(),
+        )  # fmt: skip
 
     async def _average(
         self,
@@ -228,50 +202,91 @@ class Rounds:
         coded: dict[int, CodedStage],
         vectors: "Mapping[int, asyncio.Future[Tensor]]",
         deadline: Deadline,
-    ) -> tuple[StageDone, dict[int, tuple[Average, Average]], dict[int, list[bytes]]]:
+    ) -> tuple[StageDone, _Averaged | None]:
         """Average every stage we hold with the roster's members. A stage that fails has "" for a digest."""
-        digests, reasons = {}, []
-        averaged: dict[int, tuple[Average, Average]] = {}
+        started = time.monotonic()
+        digests, reasons, accused = {}, [], {}
+        averages: dict[int, tuple[Average, Average]] = {}
         chunks: dict[int, list[bytes]] = {}
+        budget = self._budget(deadline.within(roster.remaining_s))
 
         async def one(stage: int) -> None:
             code = coded[stage]
             try:
-                async with asyncio.timeout(
-                    max(0.1, deadline.within(roster.remaining_s) - self._timeouts.reply_s)
-                ):
-                    p = await self._butterfly(
-                        t, roster, stage, "p", code.layout, await asyncio.shield(vectors[stage])
-                    )
-                    q_vector = await self._compute(lambda: code.vector_q(p.average))
-                    q = await self._butterfly(t, roster, stage, "q", code.layout, q_vector)
-            except (ContributionError, *CALL_FAILED) as error:
+                p, q = await self._exchange(t, roster, stage, code, vectors[stage], budget)
+            except MemberFault as fault:
                 digests[str(stage)] = ""
-                reasons.append(f"stage {stage}: {_who(error, roster)}{str(error) or 'out of time'}")
+                accused[roster.ids[fault.member]] = str(fault)[:500]
                 return
-            averaged[stage] = (code.decode(p.average, q.average), code.decode(p.own, q.own))
+            except (Aborted, *CALL_FAILED) as error:
+                digests[str(stage)] = ""
+                reasons.append(f"stage {stage}: {str(error) or 'out of time'}")
+                return
+            averages[stage] = (code.decode(p.average, q.average), code.decode(p.own, q.own))
             chunks[stage] = [data for part in (*p.chunks, *q.chunks) for data in part]
             digests[str(stage)] = await self._compute(lambda: round_digest(chunks[stage]))
 
         await asyncio.gather(*(one(stage) for stage in coded))
-        done = StageDone(t=t, attempt=roster.attempt, digests=digests, reason="; ".join(reasons)[:500])
-        return done, averaged, chunks
+        done = StageDone(
+            t=t, attempt=roster.attempt, digests=digests, reason="; ".join(reasons)[:500], accused=accused
+        )
+        if len(averages) < len(coded):
+            return done, None
+        average, own = merged([a for a, _ in averages.values()]), merged([o for _, o in averages.values()])
+        averaged = _Averaged(average, own, chunks, time.monotonic() - started)
+        self._voted[roster.key] = averaged
+        return done, averaged
 
-    async def _butterfly(
-        self, t: int, roster: Roster, stage: int, phase: Phase, layout: Layout, vector: Tensor
-    ) -> Butterfly:
+    async def _exchange(
+        self,
+        t: int,
+        roster: Roster,
+        stage: int,
+        code: CodedStage,
+        vector_p: "asyncio.Future[Tensor]",
+        budget: Budget,
+    ) -> tuple[Averaging, Averaging]:
+        """Both phases of one stage. The second vector is computed while the streams stay open."""
         me = roster.index_of(self._me)
         assert me is not None
-        parts = chunk_ranges(layout, phase, [1.0] * len(roster.members))
-        butterfly = Butterfly(vector, parts, roster.weights, me, layout.group, self._codec)
-        key = (t, roster.attempt, stage, phase, roster.key)
-        try:
-            await self.service.exchange(key, butterfly, roster.peers_of_stage(stage))
-        except BaseException:
-            self.service.exchanges.close(key)
-            raise
+        division = Division(code.layout, roster, self._outer.spec.compression.gather_up_to)
+        p, q = (division.averaging(phase, me, self._codec) for phase in PHASES)
+        key = (t, roster.attempt, stage, roster.key)
+        exchange = Exchange(
+            (p, q), roster.peers_of_stage(stage), roster.dials(me), partial(self.service.dial_exchange, key),
+            self.service.traffic, budget,
+        )  # fmt: skip
+        self.service.open_exchange(key, exchange)
         self._open.append(key)
-        return butterfly
+
+        async def vectors() -> None:
+            p.set_vector(await asyncio.shield(vector_p))
+            await p.complete.wait()
+            q.set_vector(await self._compute(lambda: code.vector_q(p.average)))
+
+        ours = asyncio.create_task(vectors())
+        try:
+            run = asyncio.create_task(exchange.run())
+            await asyncio.wait({ours, run}, return_when=asyncio.FIRST_EXCEPTION)
+            if ours.done() and not run.done():
+                ours.result()
+            await run
+        finally:
+            for task in (ours, run):
+                task.cancel()
+            await asyncio.gather(ours, run, return_exceptions=True)
+        return p, q
+
+    def _budget(self, remaining_s: float) -> Budget:
+        """A round is over when it usually is, or there is somebody to blame; a quarter of the deadline it
+        always has.
+        """
+        timeouts = self._timeouts
+        limit_s = max(0.1, remaining_s - timeouts.reply_s)
+        usual_s = 0.6 * limit_s
+        if len(self._pace) >= 3:
+            usual_s = min(usual_s, max(_USUAL * statistics.median(self._pace), 0.25 * timeouts.round_s))
+        return Budget(usual_s, limit_s, timeouts.reply_s)
 
     async def _roll_call(self, t: int, attempt: int, offer: Offer, deadline: Deadline) -> CallReply:
         if self._lead is not None:
@@ -279,7 +294,7 @@ class Rounds:
         while True:
             question = self._ask_lead().rpc_call(Ask(t=t, attempt=attempt), timeout=self._patience_s)
             reply: CallReply = await question
-            if reply.call or reply.over or reply.refused:
+            if reply.call or reply.over or reply.dropped or reply.refused:
                 return reply
 
     async def _decision(self, done: StageDone, deadline: Deadline) -> Decision:
@@ -302,64 +317,55 @@ class Rounds:
             while not follow.found and not follow.failed:
                 follow = await self._ask_lead().rpc_follow(Ask(t=t), timeout=self._patience_s)
         if follow.failed:
-            return Outcome(t, reason=follow.failed, failed=True)
+            return Outcome(t, reason=follow.failed, failed=True, notes=self._notes())
         steps = []
         for result in follow.results:
-            step, chunks = await self._fetch(result, follow.donor)
-            self._remember(result, chunks)
-            steps.append(step)
+            steps.append(await self._adopt(result, follow.donor))
         traffic = self.service.traffic
         reason = "" if steps else "dropped by the clusters that were in it"
-        return Outcome(t, steps, reason, time.monotonic() - started, 0, traffic.received - received)
+        return Outcome(
+            t, steps, reason, time.monotonic() - started, 0, traffic.received - received, notes=self._notes()
+        )
 
-    async def _fetch(
-        self, result: Result, donor: list[RankAddress]
-    ) -> tuple[OuterStep, dict[int, list[bytes]]]:
-        """A committed round from a cluster that has it, checked against its digests."""
-        averages, chunks = [], {}
-        for stage, layout in self.layouts.items():
-            peer = next((r.peer for r in donor if r.first_stage <= stage <= r.last_stage), self._lead_peer)
-            chunks[stage] = await fetch_average(self.service, peer, result, stage, self._timeouts.round_s)
-            shares = [1.0] * len(result.members)
-            decode = partial(decode_average, self._outer, layout, chunks[stage], shares)
-            averages.append(await self._compute(decode))
+    async def _adopt(self, result: Result, donor: list[RankAddress]) -> OuterStep:
+        """A round that was committed without our knowing: as we averaged it ourselves, or from a cluster that
+        has it.
+        """
+        roster = read_result(result, self.service.node.run_id, self.service.gate, self._weight_cap)
         digests = {int(s): d for s, d in result.stage_digests.items()}
-        combined = combined_digest(digests)
-        average = merged(averages)
-        step = OuterStep(result.t, result.members, [], result.parent, combined, digests, average, None)
-        return step, chunks
-
-    def _keep(
-        self,
-        t: int,
-        roster: Roster,
-        digest: str,
-        done: StageDone,
-        average: Average,
-        own: Average,
-        chunks: dict[int, list[bytes]],
-    ) -> OuterStep:
-        parent = roster.members[0].lineage
-        if self._lead is not None:
-            stage_digests = {str(s): d for s, d in self._lead.digests_of(t, roster.attempt).items()}
-            self._remember(
-                Result(t=t, parent=parent, members=roster.ids, stage_digests=stage_digests), chunks
+        voted = self._voted.get(roster.key)
+        if voted is None or any(round_digest(chunks) != digests[s] for s, chunks in voted.chunks.items()):
+            voted = None
+        averages, chunks = [], {}
+        for stage, layout in self.layouts.items() if voted is None else ():
+            division = Division(layout, roster, self._outer.spec.compression.gather_up_to)
+            peer = next((r.peer for r in donor if r.first_stage <= stage <= r.last_stage), self._lead_peer)
+            chunks[stage] = await fetch_average(self.service, peer, result, stage, division)
+            averages.append(
+                await self._compute(partial(decode_average, self._outer, division, chunks[stage]))
             )
-        else:
-            self._remember(None, chunks, t)
-        digests = {int(s): d for s, d in done.digests.items()}
-        return OuterStep(t, roster.ids, roster.weights, parent, digest, digests, average, own)
+        self.kept.remember(roster.t, result, chunks if voted is None else voted.chunks)
+        average, own = (merged(averages), None) if voted is None else (voted.average, voted.own)
+        combined = combined_digest(digests)
+        return OuterStep(roster.t, roster.ids, roster.weights, roster.parent, combined, digests, average, own)
 
-    def _remember(self, result: Result | None, chunks: dict[int, list[bytes]], t: int = 0) -> None:
-        if result is not None:
-            t = result.t
-            self._results[t] = result
-        self._chunks[t] = chunks
-        sizes = {k: sum(len(c) for stage in kept.values() for c in stage) for k, kept in self._chunks.items()}
-        while len(sizes) > 1 and (len(sizes) > _KEPT or sum(sizes.values()) > _KEPT_BYTES):
-            old = min(sizes)
-            del sizes[old], self._chunks[old]
-            self._results.pop(old, None)
+    def _keep(self, roster: Roster, digest: str, done: StageDone, averaged: _Averaged) -> OuterStep:
+        result = self._lead.result_of(roster.t, roster.attempt) if self._lead is not None else None
+        self.kept.remember(roster.t, result, averaged.chunks)
+        digests = {int(s): d for s, d in done.digests.items()}
+        return OuterStep(
+            roster.t,
+            roster.ids,
+            roster.weights,
+            roster.parent,
+            digest,
+            digests,
+            averaged.average,
+            averaged.own,
+        )
+
+    def _notes(self) -> list[str]:
+        return self._lead.notes() if self._lead is not None else []
 
     @property
     def _patience_s(self) -> float:
@@ -370,7 +376,3 @@ class Rounds:
 
     async def _compute(self, function: Callable[[], _T]) -> _T:
         return await self._loop.run_in_executor(self._codec, function)
-
-
-def _who(error: BaseException, roster: Roster) -> str:
-    return f"cluster {roster.ids[error.member]} " if isinstance(error, ContributionError) else ""

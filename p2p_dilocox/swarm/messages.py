@@ -13,12 +13,12 @@ from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.identity import SigningKey, cluster_id_of, is_signed_by
 
 __all__ = [
-    "PROTOCOL", "Ask", "Call", "CallReply", "Chunk", "Decision", "Envelope", "Follow", "Message", "Part",
-    "Presence", "RankAddress", "Ready", "Result", "StageDone", "Standing", "Votes",
+    "PROTOCOL", "Ask", "Call", "CallReply", "Decision", "Envelope", "Follow", "Message", "Opening", "Pass",
+    "Presence", "RankAddress", "Ready", "Result", "StageDone", "Standing", "Vote", "Votes",
     "open_sealed", "seal", "unpack",
 ]  # fmt: skip
 
-PROTOCOL = 1  # raised when two versions could not average together
+PROTOCOL = 2  # raised when two versions could not average together
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -28,6 +28,8 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}\Z")]
 Outcome = Literal["open", "committed", "aborted"]
 Maddr = Annotated[str, msgspec.Meta(max_length=200, pattern=r"^/[!-~]*\Z")]
+Reason = Annotated[str, msgspec.Meta(max_length=500)]
+SealedBytes = Annotated[bytes, msgspec.Meta(max_length=1 << 18)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +59,11 @@ Ranks = Annotated[list[RankAddress], msgspec.Meta(min_length=1, max_length=512)]
 
 
 class Presence(Message, frozen=True, kw_only=True):
-    """A cluster's heartbeat. `t`: last outer step it took; `h`:
-    inner steps since. `state`: joining, training, left."""
+    """A cluster's heartbeat. `t`: last outer step it took; `h`: inner steps since. `state`: joining,
+    training, left.
+
+    `since`: Unix time at which it came; of two machines with one identity the later one has to go.
+    """
 
     cluster_id: ClusterId
     name: Name
@@ -69,6 +74,7 @@ class Presence(Message, frozen=True, kw_only=True):
     loss: float
     tokens_per_s: Measure
     tokens: Count
+    since: Measure = 0.0
 
     @property
     def lead(self) -> RankAddress:
@@ -79,6 +85,9 @@ class Ready(Message, frozen=True, kw_only=True):
     """A cluster's answer to the roll call of outer step t: it has a contribution of `weight` trained tokens.
 
     `lineage`: the hash chain over the rounds it has committed. `spec`: digest of the run spec it trains by.
+    `norm`, `fingerprint`: see averaging/offer.py. `uplink_mbps`: Mbit/s it can send, 0 if it has not been
+    measured. `without`: clusters it will not average with in this outer step, because they broke a rule or
+    were too slow.
     """
 
     protocol: Count = PROTOCOL
@@ -88,11 +97,20 @@ class Ready(Message, frozen=True, kw_only=True):
     t: Count
     attempt: Count
     lineage: Digest
-    weight: Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+    weight: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+    norm: Measure = 0.0
+    fingerprint: Annotated[list[float], msgspec.Meta(max_length=16)] = []
+    uplink_mbps: Measure = 0.0
+    without: Annotated[list[ClusterId], msgspec.Meta(max_length=256)] = []
     ranks: Ranks
 
     def peer_of_stage(self, stage: int) -> str | None:
         return next((r.peer for r in self.ranks if r.first_stage <= stage <= r.last_stage), None)
+
+    @property
+    def client(self) -> bool:
+        """Nobody can dial one of its ranks: it averages no part for the others and coordinates nothing."""
+        return not all(r.maddrs for r in self.ranks)
 
 
 class Call(Message, frozen=True, kw_only=True):
@@ -117,45 +135,75 @@ class Envelope(Message, frozen=True, kw_only=True):
 class CallReply(Message, frozen=True, kw_only=True):
     """The answer to a sealed `Ready`: the call, who to ask instead, why not, or nothing of these: not yet.
 
-    `over`: the round was committed without the asker, who can fetch its `Result`.
+    `over`: the round is over without the asker, who can ask for its `Result`. `dropped`: there is nothing to
+    average, for anyone. `left_out`: why the call is without the asker.
     """
 
     call: Call | None = None
     over: bool = False
+    dropped: bool = False
     redirect: ClusterId | None = None
-    refused: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    refused: Reason = ""
+    left_out: Reason = ""
+
+
+class Pass(Message, frozen=True, kw_only=True):
+    """A cluster's word that this libp2p peer is one of its ranks."""
+
+    cluster_id: ClusterId
+    peer: PeerName
 
 
 class Ask(Message, frozen=True, kw_only=True):
-    """A question about outer step t: its attempt or its stage, where the question has one."""
+    """A question about outer step t: its attempt or its stage, where the question has one.
+
+    `shown`: the sealed Pass of the asker, empty between ranks of one cluster.
+    """
 
     t: Count = 0
     attempt: Count = 0
     stage: Count = 0
+    shown: SealedBytes = b""
+
+
+class Vote(Message, frozen=True, kw_only=True):
+    """A cluster's vote on (t, attempt) of the member list `call`: the digest over all its stages' averages.
+
+    An empty digest is a "no" for `reason`. `accused`: the members that made the averaging fail.
+    """
+
+    cluster_id: ClusterId
+    t: Count
+    attempt: Count
+    call: Digest
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    reason: Reason = ""
+    accused: Annotated[list[ClusterId], msgspec.Meta(max_length=256)] = []
 
 
 class Votes(Message, frozen=True, kw_only=True):
-    """What a cluster knows about the votes on (t, attempt): cluster id -> digest over all stages' averages.
-
-    An empty digest is a "no". `outcome`: open, committed or aborted, as the sender decided it.
+    """The sealed votes on (t, attempt) that a cluster knows. `outcome`: open, committed or aborted, as it
+    decided.
     """
 
     t: Count
     attempt: Count
-    votes: Annotated[
-        dict[ClusterId, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=256)
-    ]
+    votes: Annotated[list[SealedBytes], msgspec.Meta(max_length=256)]
     outcome: Outcome
+    shown: SealedBytes = b""
 
 
 class StageDone(Message, frozen=True, kw_only=True):
-    """A rank tells its lead the digests of its stages' averages in
-    (t, attempt); "" and a reason if it has none."""
+    """A rank tells its lead the digests of its stages' averages in (t, attempt); "" if it has none.
+
+    `accused`: which member made it fail, and how.
+    """
 
     t: Count
     attempt: Count
     digests: Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=4096)]
-    reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    reason: Reason = ""
+    accused: Annotated[dict[ClusterId, Reason], msgspec.Meta(max_length=256)] = {}
 
 
 class Decision(Message, frozen=True, kw_only=True):
@@ -163,35 +211,29 @@ class Decision(Message, frozen=True, kw_only=True):
 
     outcome: Outcome
     digest: str = ""
-    reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    reason: Reason = ""
 
 
-class Part(Message, frozen=True, kw_only=True):
-    """One encoded chunk of a stage's vector in the round that
-    `call` (digest of its member list) stands for."""
+class Opening(Message, frozen=True, kw_only=True):
+    """The first frame of a stream between two members that average a stage. `call`: digest of the member
+    list.
+    """
 
     t: Count
     attempt: Count
     stage: Count
-    phase: Annotated[str, msgspec.Meta(pattern=r"^[pq]\Z")]
     call: Digest
-    body: Annotated[bytes, msgspec.Meta(max_length=1 << 22)]
-
-
-class Chunk(Message, frozen=True, kw_only=True):
-    """A piece of a stream of bytes."""
-
-    body: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    shown: SealedBytes
 
 
 class Result(Message, frozen=True, kw_only=True):
-    """A committed round, as its members tell it to clusters
-    that were not in it. `digest`: over all stages."""
+    """A committed round, as a member proves it to clusters that were not in it: the call and every member's
+    vote.
+    """
 
-    t: Count
-    parent: Digest
-    members: Annotated[list[ClusterId], msgspec.Meta(min_length=1, max_length=256)]
+    call: Call
     stage_digests: Annotated[dict[str, Digest], msgspec.Meta(max_length=4096)]
+    votes: Annotated[list[SealedBytes], msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Follow(Message, frozen=True, kw_only=True):
@@ -204,7 +246,7 @@ class Follow(Message, frozen=True, kw_only=True):
     found: bool = False
     results: Annotated[list[Result], msgspec.Meta(max_length=64)] = []
     donor: Annotated[list[RankAddress], msgspec.Meta(max_length=512)] = []
-    failed: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    failed: Reason = ""
 
 
 class Standing(Message, frozen=True, kw_only=True):

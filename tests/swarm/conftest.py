@@ -3,6 +3,7 @@ own."""
 
 import contextlib
 import importlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,12 +17,14 @@ from p2p_dilocox.averaging.company import Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
 from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.offer import Offer
-from p2p_dilocox.averaging.round import Outcome, Round, Rounds, codec_thread
+from p2p_dilocox.averaging.outcome import Outcome
+from p2p_dilocox.averaging.round import Round, Rounds, codec_thread
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
 from p2p_dilocox.lineage import genesis
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.runspec import RunSpec, parse_run
+from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.loop import NetworkThread
 from p2p_dilocox.swarm.messages import RankAddress
@@ -33,6 +36,7 @@ SHAPES = {
     1: {"layers.1.weight": (64, 192), "layers.1.norm": (64,), "norm.weight": (64,)},
 }
 DENSE = frozenset({"embed.weight"})
+WEIGHT_CAP = 1000.0
 
 SPEC = """
 [run]
@@ -80,14 +84,26 @@ def start_parameters(stages: list[int]) -> dict[str, Tensor]:
 class SwarmRank:
     """One rank: its parameters are plain tensors that a test moves by hand."""
 
-    def __init__(self, spec: RunSpec, digest: str, link: tuple[bytes, list[str]], stages: list[int]) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        digest: str,
+        link: tuple[bytes, list[str]],
+        stages: list[int],
+        key: SigningKey,
+        client: bool,
+    ) -> None:
         organiser, peers = link
         self.spec, self.stages = spec, stages
         self.network = NetworkThread()
         self.node = self.network.call(
             Node.start(
-                run_id="test", organiser=organiser, initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"]
-            ),
+                run_id="test",
+                organiser=organiser,
+                initial_peers=peers,
+                client_mode=client,
+                host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            ),  # fmt: skip
             30,
         )
         self.parameters = start_parameters(stages)
@@ -98,8 +114,9 @@ class SwarmRank:
         self.timeouts = Timeouts(spec.deadlines.round_s)
         self.service = Service(
             self.node,
+            Gate(key, "test", self.node.peer_id, spec.run.members),
             patience_s=self.timeouts.round_s,
-            average_of=lambda t, stage: self.rounds.average_of(t, stage),
+            average_of=lambda t, stage: self.rounds.kept.average_of(t, stage),
             snapshot_of=self._snapshot,
         )
         self.codec = codec_thread()
@@ -115,13 +132,16 @@ class SwarmRank:
         with self.lock:
             return write_snapshot(self.outer, self.names[stage])
 
-    def contribute(self, t: int, delta: dict[str, Tensor] | float, weight: float) -> None:
-        """Move theta_i by -delta and start the round."""
+    def move(self, delta: dict[str, Tensor] | float) -> float:
+        """Move theta_i by -delta. Returns the squared norm of what there is to contribute."""
         with torch.no_grad():
             for name, p in self.parameters.items():
                 p.sub_(delta if isinstance(delta, float) else delta[name])
         self.outer.contribute(self.parameters)
-        self.pending = self.rounds.start(t, Offer(weight))
+        return sum(float(r.double().square().sum()) for r in self.outer.residual.values())
+
+    def start(self, t: int, weight: float, norm: float) -> None:
+        self.pending = self.rounds.start(t, Offer(weight, norm))
 
     def land(self, keep: float = 0.5) -> Outcome:
         assert self.pending is not None
@@ -150,13 +170,18 @@ class SwarmRank:
 
 class SwarmCluster:
     def __init__(
-        self, text: str, link: tuple[bytes, list[str]], signed: SignedRun, split: list[list[int]]
+        self,
+        text: str,
+        link: tuple[bytes, list[str]],
+        signed: SignedRun,
+        split: list[list[int]],
+        client: bool = False,
     ) -> None:
         spec = parse_run(text)
         digest = spec_digest(text)
         self.key = SigningKey.generate()
         self.id = self.key.cluster_id
-        self.ranks = [SwarmRank(spec, digest, link, stages) for stages in split]
+        self.ranks = [SwarmRank(spec, digest, link, stages, self.key, client) for stages in split]
         addresses = [r.address for r in self.ranks]
         first = self.ranks[0]
         company = Company(
@@ -168,7 +193,8 @@ class SwarmCluster:
             spec_digest=digest,
             num_stages=len(SHAPES),
             min_clusters=spec.run.min_clusters,
-            result_after=lambda t: first.rounds.result_after(t),
+            weight_cap=WEIGHT_CAP,
+            result_after=lambda t: first.rounds.kept.result_after(t),
         )
         first.service.desk = self.lead
         for rank in self.ranks:
@@ -176,17 +202,18 @@ class SwarmCluster:
                 loop=rank.network.loop, service=rank.service, outer=rank.outer,
                 layouts={s: stage_layout(rank.outer, rank.names[s], DENSE) for s in rank.stages},
                 me=self.id, lead=self.lead if rank is first else None, lead_peer=first.node.peer_id,
-                progress=rank.progress, timeouts=rank.timeouts, codec=rank.codec,
+                progress=rank.progress, timeouts=rank.timeouts, weight_cap=WEIGHT_CAP, codec=rank.codec,
             )  # fmt: skip
             for address in addresses:
                 if address.peer != rank.node.peer_id:
                     rank.network.call(rank.node.connect(address.peer, address.maddrs), 10)
-            rank.network.call(rank.service.start(), 10)
+            rank.network.call(rank.service.start([a.peer for a in addresses]), 10)
         first.network.call(self.lead.company.start(), 10)
 
     def contribute(self, t: int, delta: dict[str, Tensor] | float, weight: float = 100.0) -> None:
+        norm = math.sqrt(sum(rank.move(delta) for rank in self.ranks))
         for rank in self.ranks:
-            rank.contribute(t, delta, weight)
+            rank.start(t, weight, norm)
 
     def land(self) -> list[Outcome]:
         return [rank.land() for rank in self.ranks]
@@ -223,8 +250,8 @@ class Swarm:
         self.link = (self.organiser.public, self.network.call(self.boot.maddrs(), 10))
         self.clusters: list[SwarmCluster] = []
 
-    def join(self, split: list[list[int]] | None = None) -> SwarmCluster:
-        cluster = SwarmCluster(self.text, self.link, self.signed, split or [[0, 1]])
+    def join(self, split: list[list[int]] | None = None, *, client: bool = False) -> SwarmCluster:
+        cluster = SwarmCluster(self.text, self.link, self.signed, split or [[0, 1]], client)
         self.clusters.append(cluster)
         for other in self.clusters:  # what their next heartbeat would do
             first = other.ranks[0]

@@ -147,13 +147,14 @@ def test_names_that_could_steer_a_path_or_a_terminal_are_not_accepted(name: str)
 
 
 def test_messages_with_unknown_fields_or_wrong_types_are_refused() -> None:
-    good = Votes(t=1, attempt=0, votes={"a" * 16: "x"}, outcome="open").pack()
-    assert unpack(good, Votes).votes == {"a" * 16: "x"}
+    good = Votes(t=1, attempt=0, votes=[b"x"], outcome="open").pack()
+    assert unpack(good, Votes).votes == [b"x"]
     for bad in (
         good.replace(b"open", b"opem"),
         good.replace(b"attempt", b"attempd"),
-        Votes(t=-1, attempt=0, votes={}, outcome="open").pack(),
-        Votes(t=1, attempt=0, votes={"not a cluster": "x"}, outcome="open").pack(),
+        Votes(t=-1, attempt=0, votes=[], outcome="open").pack(),
+        Votes(t=1, attempt=0, votes=[b"x"] * 257, outcome="open").pack(),
+        Votes(t=1, attempt=0, votes=[b"x" * 300_000], outcome="open").pack(),
     ):
         with pytest.raises(NotTrustedError):
             unpack(bad, Votes)

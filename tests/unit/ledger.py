@@ -11,7 +11,7 @@ from torch import Tensor
 
 from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.offer import Offer
-from p2p_dilocox.averaging.round import Outcome, OuterStep
+from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.events import Event
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.overlap import Overlap

@@ -78,6 +78,7 @@ def spec_of(model: str, stages: int, schedule: str = "1f1b", microbatches: int =
             return_bits=32,
             strong_bits=32,
             strong_fraction=0.0,
+            gather_up_to=0,
             group=64,
             lowrank=0,
             feedback="none",

@@ -36,6 +36,7 @@ def layout(
 ) -> Layout:
     compression = Compression(
         bits=bits, return_bits=return_bits, strong_bits=strong_bits, strong_fraction=strong_fraction,
+        gather_up_to=0,
         group=group, lowrank=lowrank, feedback="none", gamma=1.0,
     )  # fmt: skip
     return Layout(shapes, compression, dense_names=EMBEDDINGS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from p2p_dilocox.averaging.offer import Offer
-from p2p_dilocox.averaging.round import Outcome, OuterStep
+from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.events import RoundStarted, StepSkipped, Warned
 from p2p_dilocox.outer import Average, ErrorAlarm, OuterState, nesterov_
 from p2p_dilocox.overlap import Overlap

@@ -13,7 +13,7 @@ def test_dense_differs_from_dilocox_by_the_low_rank_and_its_damping_only() -> No
     full, dense = RECIPES["dilocox"], RECIPES["dilocox-dense"]
     assert (dense.outer, dense.overlap) == (full.outer, full.overlap)
     assert dense.compression == Compression(
-        bits=4, return_bits=4, strong_bits=4, strong_fraction=0.125, group=64, lowrank=0,
+        bits=4, return_bits=4, strong_bits=4, strong_fraction=0.125, gather_up_to=2, group=64, lowrank=0,
         feedback="local", gamma=1.0,
     )  # fmt: skip
 

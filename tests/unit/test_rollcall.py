@@ -1,13 +1,16 @@
 """The roll call: who is waited for, who is left out, and what a coordinator must never do."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
 from p2p_dilocox.averaging.deadlines import Timeouts
+from p2p_dilocox.averaging.exclusion import NormCap
 from p2p_dilocox.averaging.rollcall import RollCalls, coordinator_order, read_call
 from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import PROTOCOL, Call, CallReply, RankAddress, Ready, Standing, seal
 
@@ -18,14 +21,25 @@ ME, *OTHERS = [k.cluster_id for k in KEYS]
 
 
 def ready(
-    key: SigningKey, t: int = 1, lineage: str = LINEAGE, spec: str = SPEC, protocol: int = PROTOCOL
+    key: SigningKey,
+    t: int = 1,
+    lineage: str = LINEAGE,
+    spec: str = SPEC,
+    protocol: int = PROTOCOL,
+    weight: float = 10.0,
+    norm: float = 1.0,
+    without: Sequence[str] = (),
 ) -> bytes:
     address = RankAddress(peer=PEER, maddrs=[], first_stage=0, last_stage=0)
     message = Ready(
         protocol=protocol, spec=spec, cluster_id=key.cluster_id, name="c", t=t, attempt=0, lineage=lineage,
-        weight=10.0, ranks=[address],
+        weight=weight, norm=norm, without=list(without), ranks=[address],
     )  # fmt: skip
     return seal(key, "run", message)
+
+
+def gate(*allowed: str) -> Gate:
+    return Gate(KEYS[0], "run", PEER, allowed)
 
 
 def standing(cluster: str, t: int) -> Standing:
@@ -38,8 +52,12 @@ def coordinator(
     *,
     coordinators: Sequence[str] = (ME,),
     min_clusters: int = 1,
+    members: Sequence[str] = (),
+    norms: Sequence[float] = (),
 ) -> RollCalls:
-    """standings: the outer steps that clusters which answer are past."""
+    """standings: the outer steps that clusters which answer are past. norms: of the last round."""
+    cap = NormCap()
+    cap.remember(norms)
 
     async def standing_of(cluster: str) -> Standing | None:
         return standing(cluster, standings[cluster]) if cluster in standings else None
@@ -53,6 +71,9 @@ def coordinator(
         expected=lambda: expected,
         standing_of=standing_of,
         min_clusters=lambda: min_clusters,
+        gate=gate(*members),
+        norm_cap=cap.cap,
+        weight_cap=100.0,
     )
 
 
@@ -69,7 +90,7 @@ def members_after(calls: RollCalls, *sealed: bytes) -> list[str]:
             *(until_answered(lambda s=s: calls.answer(s, last_t=0)) for s in sealed)  # type: ignore[misc]
         )
         await calls.close()
-        found = {tuple(read_call(r.call, "run").ids) for r in replies if r.call}
+        found = {tuple(read_call(r.call, "run", gate(), 100.0).ids) for r in replies if r.call}
         assert len(found) == 1
         return list(found.pop())
 
@@ -115,7 +136,7 @@ def test_the_first_step_waits_for_enough_clusters() -> None:
 
     call = asyncio.run(run()).call
     assert call is not None
-    assert read_call(call, "run").ids == [ME, OTHERS[0]]
+    assert read_call(call, "run", gate(), 100.0).ids == [ME, OTHERS[0]]
 
 
 def test_who_comes_to_the_second_coordinator_is_sent_to_the_first_while_that_lives() -> None:
@@ -134,14 +155,54 @@ def test_another_protocol_or_spec_is_refused_with_the_reason(sealed: bytes, reas
     assert reason in reply.refused
 
 
+def test_a_weight_above_what_can_be_trained_is_refused_with_the_limit() -> None:
+    reply = asyncio.run(coordinator([ME], {}).answer(ready(KEYS[1], weight=1e9), last_t=0))
+    assert "1e+09 tokens" in reply.refused and "100 at most" in reply.refused
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 1e18])
+def test_a_weight_that_is_no_count_is_no_message(weight: float) -> None:
+    with pytest.raises(NotTrustedError):
+        asyncio.run(coordinator([ME], {}).answer(ready(KEYS[1], weight=weight), last_t=0))
+
+
+def test_only_members_of_a_closed_run_may_answer_the_roll_call() -> None:
+    calls = coordinator([ME], {}, members=[ME, OTHERS[0]])
+    with pytest.raises(NotTrustedError, match="not among the 2 members"):
+        asyncio.run(calls.answer(ready(KEYS[2]), last_t=0))
+
+
+def test_a_pseudo_gradient_far_above_the_usual_is_left_out_and_told_why() -> None:
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0), norms=[1.0, 1.2, 0.9])
+    sealed = [ready(KEYS[0]), ready(KEYS[1]), ready(KEYS[2], norm=1e17)]
+    assert members_after(calls, *sealed) == [ME, OTHERS[0]]
+    reply = asyncio.run(calls.answer(sealed[2], last_t=0))
+    assert "the norm 1e+17, at most 10 is usual" in reply.left_out
+
+
+def test_whom_a_member_refuses_is_left_out_of_the_attempt() -> None:
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0))
+    sealed = [ready(KEYS[0], without=[OTHERS[0]]), ready(KEYS[1]), ready(KEYS[2])]
+    assert members_after(calls, *sealed) == [ME, OTHERS[1]]
+
+
+def test_an_outer_step_in_which_nobody_trained_is_dropped_by_all() -> None:
+    calls = coordinator([ME], {})
+    reply = asyncio.run(until_answered(lambda: calls.answer(ready(KEYS[0], weight=0.0), last_t=0)))
+    assert reply.dropped and not reply.over and reply.call is None
+
+
 def test_a_late_cluster_is_told_that_the_step_is_over() -> None:
     assert asyncio.run(coordinator([ME], {}).answer(ready(KEYS[1], t=3), last_t=3)).over
 
 
-@pytest.mark.parametrize("damage", ["signature", "mixed lineages", "twice", "another step", "another run"])
+@pytest.mark.parametrize(
+    "damage",
+    ["signature", "mixed lineages", "twice", "another step", "another run", "weight", "nothing", "stranger"],
+)
 def test_a_call_that_is_not_what_it_seems_is_not_trusted(damage: str) -> None:
     sealed = [ready(KEYS[0]), ready(KEYS[1])]
-    run = "run"
+    run, allowed = "run", list[str]()
     if damage == "signature":
         sealed[1] = sealed[1][:-1] + bytes([sealed[1][-1] ^ 1])
     elif damage == "mixed lineages":
@@ -150,8 +211,14 @@ def test_a_call_that_is_not_what_it_seems_is_not_trusted(damage: str) -> None:
         sealed[1] = ready(KEYS[0])
     elif damage == "another step":
         sealed[1] = ready(KEYS[1], t=2)
+    elif damage == "weight":
+        sealed[1] = ready(KEYS[1], weight=100.1)
+    elif damage == "nothing":
+        sealed = [ready(KEYS[0], weight=0.0), ready(KEYS[1], weight=0.0)]
+    elif damage == "stranger":
+        allowed = [ME, OTHERS[1]]
     else:
         run = "elsewhere"
     call = Call(t=1, attempt=0, coordinator=ME, ready=sealed, remaining_s=1.0)
     with pytest.raises(NotTrustedError):
-        read_call(call, run)
+        read_call(call, run, gate(*allowed), 100.0)

@@ -1,0 +1,96 @@
+"""Which members a cluster does not average with: those that made a round fail, and those whose contribution
+stands out.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+
+__all__ = ["Grudges", "NormCap", "left_out"]
+
+_LONGEST = 6  # strikes; 2^6 outer steps
+_CAP = 10.0
+_ROUNDS = 8
+
+
+class Grudges:
+    """Members that one cluster holds responsible for failed averagings.
+
+    A strike keeps a member out of the rest of that outer step; each further one without a committed round in
+    between doubles the time: 1, 2, 4 .. 64 outer steps. So a link that is too slow, or a peer that lies,
+    costs the others less and less, and who has recovered is soon back.
+    """
+
+    def __init__(self) -> None:
+        self._strikes: Counter[str] = Counter()
+        self._until: dict[str, int] = {}
+
+    def strike(self, cluster: str, t: int) -> None:
+        self._strikes[cluster] = min(_LONGEST, self._strikes[cluster] + 1)
+        self._until[cluster] = t + (1 << (self._strikes[cluster] - 1)) - 1
+
+    def without(self, t: int) -> list[str]:
+        """Whom we do not average with in outer step t."""
+        return sorted(c for c, until in self._until.items() if t <= until)
+
+    def until(self, cluster: str) -> int:
+        return self._until.get(cluster, 0)
+
+    def forgive(self, members: Collection[str]) -> None:
+        """They were in a round that was committed."""
+        for cluster in members:
+            self._strikes.pop(cluster, None)
+            self._until.pop(cluster, None)
+
+
+def left_out(without: Mapping[str, Collection[str]]) -> list[str]:
+    """Whom to leave out so that no two members remain of which one refuses the other.
+
+    without: per cluster that is ready, whom it refuses. The one with the most quarrels goes first: an honest
+    cluster has them with liars only, a liar with all whom it lies to or about. Of two with as many, the
+    refused one goes, not who refuses; then the last in order, so that all clusters find the same.
+    """
+    gone: list[str] = []
+    while True:
+        quarrels: Counter[str] = Counter()
+        refused: Counter[str] = Counter()
+        for cluster, others in without.items():
+            for other in others:
+                if cluster != other and other in without and cluster not in gone and other not in gone:
+                    quarrels.update((cluster, other))
+                    refused[other] += 1
+        if not quarrels:
+            return sorted(gone)
+        gone.append(max(quarrels, key=lambda c: (quarrels[c], refused[c], c)))
+
+
+class NormCap:
+    """How long a pseudo-gradient may be (rule V5): ten times the median of the last rounds, or of this one if
+    that is more.
+
+    The median of a roll call is in it so that a run whose movement grows everywhere goes on: a few cannot
+    move it.
+    """
+
+    def __init__(self) -> None:
+        self._norms: deque[list[float]] = deque(maxlen=_ROUNDS)
+
+    def remember(self, norms: Sequence[float]) -> None:
+        """Of the members of a committed round that had something to average."""
+        moved = [n for n in norms if n > 0]
+        if moved:
+            self._norms.append(moved)
+
+    def cap(self, norms: Sequence[float]) -> float:
+        """For a roll call of contributions this long. Infinite where nothing is known, and for the first two
+        alone.
+        """
+        recent = [n for norms_of_round in self._norms for n in norms_of_round]
+        moved = [n for n in norms if n > 0]
+        if not recent and len(moved) < 3:
+            return float("inf")
+        return _CAP * max(_median(recent), _median(moved))
+
+
+def _median(values: Sequence[float]) -> float:
+    """The lower one of an even number, so that one of two cannot lift it."""
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0

@@ -1,0 +1,36 @@
+"""How a round ended, as the training loop gets it."""
+
+from dataclasses import dataclass, field
+
+from p2p_dilocox.outer import Average
+
+__all__ = ["OuterStep", "Outcome"]
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """A committed round, as this rank applies it. `own` is None if we were not in it."""
+
+    t: int
+    members: list[str]
+    weights: list[float]
+    parent: str
+    digest: str
+    stage_digests: dict[int, str]
+    average: Average
+    own: Average | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the round of outer step t ended. No steps: it was dropped, by every cluster, for `reason`."""
+
+    t: int
+    steps: list[OuterStep] = field(default_factory=list)
+    reason: str = ""
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    attempts: int = 1
+    failed: bool = False  # this cluster cannot go on from its state
+    notes: list[str] = field(default_factory=list)  # who was left out and why

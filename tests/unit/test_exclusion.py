@@ -1,0 +1,80 @@
+"""Who is left out of a round: quarrels, strikes and pseudo-gradients that stand out."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2p_dilocox.averaging.exclusion import Grudges, NormCap, left_out
+
+CLUSTERS = st.sets(st.sampled_from("abcdefgh"), min_size=1)
+
+
+@given(st.dictionaries(st.sampled_from("abcdefgh"), CLUSTERS))
+def test_those_that_remain_refuse_nobody_who_remains(without: dict[str, set[str]]) -> None:
+    gone = left_out(without)
+    remain = [c for c in without if c not in gone]
+    assert not any(b in without[a] for a, b in itertools.permutations(remain, 2))
+    assert left_out({c: without[c] for c in remain}) == []
+
+
+def test_without_quarrels_nobody_goes() -> None:
+    assert left_out({"a": [], "b": ["z"], "c": ["c"]}) == []
+
+
+def test_a_liar_that_refuses_several_goes_itself() -> None:
+    assert left_out({"a": [], "b": [], "c": [], "liar": ["a", "b"]}) == ["liar"]
+
+
+def test_whom_others_refuse_goes_and_not_who_refuses() -> None:
+    assert left_out({"a": ["bad"], "b": ["bad"], "c": [], "bad": []}) == ["bad"]
+    assert left_out({"a": ["bad"], "b": [], "bad": []}) == ["bad"]
+
+
+def test_strikes_in_a_row_double_the_time_and_a_committed_round_ends_it() -> None:
+    grudges, excluded = Grudges(), []
+    t = 1
+    for _ in range(5):
+        grudges.strike("slow", t)
+        until = grudges.until("slow")
+        excluded.append(until - t + 1)
+        assert all("slow" in grudges.without(u) for u in range(t, until + 1))
+        assert "slow" not in grudges.without(until + 1)
+        t = until + 1
+    assert excluded == [1, 2, 4, 8, 16]
+    grudges.forgive(["slow", "other"])
+    assert grudges.without(t) == []
+    grudges.strike("slow", t)
+    assert grudges.until("slow") == t
+
+
+def test_the_longest_exclusion_is_32_outer_steps() -> None:
+    grudges = Grudges()
+    for _ in range(50):
+        grudges.strike("bad", 100)
+    assert grudges.until("bad") - 100 + 1 == 32
+
+
+@pytest.mark.parametrize(
+    ("rounds", "now", "cap"),
+    [
+        ([[1.0, 1.0, 1.0]], [1.0, 1e17], 10.0),
+        ([[1.0, 2.0, 3.0]], [5.0, 5.0], 50.0),  # the whole run moves more: that is the run's business
+        ([], [1.0, 1.0, 1e17], 10.0),  # the first round: most against one
+        ([], [1.0, 1e17], float("inf")),  # the first two alone cannot tell
+        ([[0.0, 0.0]], [0.0, 4.0], float("inf")),
+        ([[2.0]] + [[1.0, 1.0, 1.0]] * 8, [1.0], 10.0),  # eight rounds are remembered
+    ],
+)
+def test_the_cap_is_ten_times_the_median(rounds: list[list[float]], now: list[float], cap: float) -> None:
+    norms = NormCap()
+    for norms_of_round in rounds:
+        norms.remember(norms_of_round)
+    assert norms.cap(now) == cap
+
+
+def test_one_of_two_cannot_lift_the_cap_for_itself() -> None:
+    norms = NormCap()
+    norms.remember([1.0, 1.0])
+    assert norms.cap([1.0, 1e9]) == 10.0
