@@ -14,7 +14,8 @@ from p2p_dilocox.compression.intn import decode, encode, encoded_bytes
 
 __all__ = ["HEADER_BYTES", "VERSION", "chunk_bytes", "pack_chunk", "unpack_chunk"]
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""Of the code, and of the order of values in a phase vector. 1: matrix by matrix, one width for all."""
 _HEADER: Final = struct.Struct("<BBHI")  # version, bits, group, n
 HEADER_BYTES: Final = _HEADER.size
 
