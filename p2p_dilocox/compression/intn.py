@@ -30,6 +30,7 @@ _SMALLEST_SCALE: Final = 2.0**-126  # smallest normal float32: devices disagree 
 _SMALLEST_SCALE_BITS: Final = 0x0080  # the same as bfloat16
 # float32 has a spacing of 1 here, so adding it rounds to the nearest integer, ties to even.
 _ROUND: Final = 1.5 * 2.0**23
+_JOINS: Final = {2: (2, 4), 4: (4,), 8: ()}  # widths at which neighbours become one, until a byte is full
 _CHUNK_CPU: Final = 1 << 18  # values; fewer cost calls, many more cost cache misses (measured)
 _CHUNK_OTHER: Final = 1 << 24  # values; an accelerator wants few launches
 
@@ -174,21 +175,30 @@ def _dequantise(scales: Tensor, shifted: Tensor, bits: int) -> Tensor:
 def _pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 [k] codes, each below 2^bits -> uint8 [ceil(k * bits / 8)]. Overwrites `codes`.
 
-    Code i takes the bits from i * bits on, counted from the lowest bit of the first byte. Eight codes are one
-    int64; three shifts close the gaps between neighbours, pairs and fours.
+    Code i takes the bits from i * bits on, counted from the lowest bit of the first byte. Where two codes fit
+    into a byte, neighbours are joined until they fill it. Else eight codes are one int64; three shifts close
+    the gaps between neighbours, pairs and fours.
     """
-    if bits == 8:
-        return codes
     k = len(codes)
-    words = pad(codes, (0, -k % 8)).view(torch.int64) if k % 8 else codes.view(torch.int64)
+    codes = pad(codes, (0, -k % 8)) if k % 8 and bits < 8 else codes
+    if bits != 3:
+        for width in _JOINS[bits]:
+            pairs = codes.view(torch.int16)
+            codes = pairs.bitwise_or_(pairs >> (8 - width)).to(torch.uint8)  # the low byte of each
+        return codes[: -(-k * bits // 8)]
+    words = codes.view(torch.int64)
     for width in (1, 2, 4):  # neighbours to be joined, each `width * bits` wide in lanes of `8 * width` bits
         words.bitwise_or_(words >> width * (8 - bits)).bitwise_and_(_lanes(16 * width, 2 * width * bits))
     return words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[: -(-k * bits // 8)]
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of _pack: uint8 [ceil(k * bits / 8)] -> uint8 [k rounded up to a multiple of 8]."""
-    if bits == 8:
+    """The inverse of _pack: uint8 [ceil(k * bits / 8)] -> uint8 [k, or up to 7 more]."""
+    if bits != 3:
+        for width in reversed(_JOINS[bits]):
+            pairs = packed.to(torch.int16)
+            pairs.bitwise_or_(pairs << (8 - width)).bitwise_and_(_lanes(8, width) & 0xFFFF)
+            packed = pairs.view(torch.uint8)
         return packed
     eights = pad(packed, (0, -len(packed) % bits)).view(-1, bits)
     words = pad(eights, (0, 8 - bits)).view(torch.int64)
