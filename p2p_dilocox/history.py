@@ -19,8 +19,9 @@ class History:
     missing, and the log says so: training goes on.
 
     Keys: time (Unix s), run, cluster, stage, t, decision (committed, adopted or dropped), seconds and
-    deadline_s of the round, members, weights (trained tokens, in the members' order), digest (sha256 of the
-    stage's encoded average), parent and lineage, sent_bytes and received_bytes of the rank, attempts, reason.
+    deadline_s of the round, members, weights (trained tokens, in the members' order) and the most one may
+    have, norms of the members' pseudo-gradients, digest (sha256 of the stage's encoded average), parent and
+    lineage, sent_bytes and received_bytes of the rank, attempts, reason.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class History:
                         "decision": "adopted" if step.own is None else "committed",
                         "members": step.members,
                         "weights": step.weights,
+                        "weight_cap": step.weight_cap,
+                        "norms": step.norms,
                         "digest": step.stage_digests[stage],
                         "parent": step.parent,
                         "lineage": lineage if step is outcome.steps[-1] else "",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from p2p_dilocox.averaging.exclusion import NormCap
 from p2p_dilocox.errors import DataError
 
 __all__ = ["check_history", "read_history"]
@@ -42,7 +43,7 @@ def check_history(lines: list[Line]) -> list[str]:
 
     V1  all that committed (stage, t) applied the same bytes     V2  one member list, for all stages
     V3  outer steps only grow, each follows from the one before  V4  no round took longer than its deadline
-    V5  weights are finite and positive
+    V5  weights are at most what can be trained, norms at most ten times the usual
     """
     applied = [line for line in lines if line["decision"] in ("committed", "adopted")]
     return [
@@ -51,6 +52,7 @@ def check_history(lines: list[Line]) -> list[str]:
         *_growing(lines),
         *_in_time(lines),
         *_weights(applied),
+        *_norms(applied),
     ]
 
 
@@ -106,5 +108,26 @@ def _in_time(lines: list[Line]) -> Iterator[str]:
 
 def _weights(applied: list[Line]) -> Iterator[str]:
     for line in applied:
-        if bad := [w for w in line["weights"] if not (math.isfinite(w) and w > 0)]:
-            yield f"V5 cluster {line['cluster']}, outer step {line['t']}: weight {bad[0]}"
+        where = f"V5 cluster {line['cluster']}, outer step {line['t']}"
+        most = line.get("weight_cap", math.inf)
+        if bad := [w for w in line["weights"] if not 0 <= w <= most]:
+            yield f"{where}: weight {bad[0]}, must be from 0 to {most}"
+        elif line["weights"] and not sum(line["weights"]) > 0:
+            yield f"{where}: nobody had trained anything"
+
+
+def _norms(applied: list[Line]) -> Iterator[str]:
+    """A cluster may only have averaged with members whose pseudo-gradients were not too long for what it
+    knew.
+    """
+    caps: dict[tuple[str, str, int], NormCap] = defaultdict(NormCap)
+    for line in applied:
+        if line["decision"] != "committed" or "norms" not in line:
+            continue
+        known = caps[line["run"], line["cluster"], line["stage"]]
+        norms = [n for n, w in zip(line["norms"], line["weights"], strict=True) if w > 0]
+        cap = known.cap(norms)
+        if bad := [n for n in line["norms"] if not 0 <= n <= cap]:
+            where = f"V5 cluster {line['cluster']}, outer step {line['t']}"
+            yield f"{where}: norm {bad[0]}, usual is {cap:.4g} at most"
+        known.remember(norms)

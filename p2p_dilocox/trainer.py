@@ -16,7 +16,7 @@ import torch
 
 from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.offer import Offer
-from p2p_dilocox.averaging.outcome import OuterStep, Outcome
+from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.round import Round, Rounds
 from p2p_dilocox.data import Batches
 from p2p_dilocox.errors import ClusterError

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from p2p_dilocox.averaging.butterfly import CHUNK_VALUES
-from p2p_dilocox.compression import Layout, Piece, as_matrix, back_project, next_basis, orthonormalise, project
+from p2p_dilocox.compression import (
+    Layout,
+    Piece,
+    as_matrix,
+    back_project,
+    next_basis,
+    orthonormalise,
+    project,
+)
 from p2p_dilocox.compression.layout import Phase
 from p2p_dilocox.outer import Average, OuterState
 

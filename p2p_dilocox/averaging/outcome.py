@@ -1,5 +1,6 @@
 """How a round ended, as the training loop gets it."""
 
+import math
 from dataclasses import dataclass, field
 
 from p2p_dilocox.outer import Average
@@ -9,7 +10,10 @@ __all__ = ["OuterStep", "Outcome"]
 
 @dataclass(frozen=True)
 class OuterStep:
-    """A committed round, as this rank applies it. `own` is None if we were not in it."""
+    """A committed round, as this rank applies it. `own` is None if we were not in it.
+
+    weights, norms: as the members announced them, in their order. weight_cap: the most a member may announce.
+    """
 
     t: int
     members: list[str]
@@ -19,6 +23,8 @@ class OuterStep:
     stage_digests: dict[int, str]
     average: Average
     own: Average | None
+    norms: list[float] = field(default_factory=list)
+    weight_cap: float = math.inf
 
 
 @dataclass(frozen=True)

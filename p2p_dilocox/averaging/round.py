@@ -347,22 +347,21 @@ class Rounds:
         self.kept.remember(roster.t, result, chunks if voted is None else voted.chunks)
         average, own = (merged(averages), None) if voted is None else (voted.average, voted.own)
         combined = combined_digest(digests)
-        return OuterStep(roster.t, roster.ids, roster.weights, roster.parent, combined, digests, average, own)
+        return self._step(roster, combined, digests, average, own)
 
     def _keep(self, roster: Roster, digest: str, done: StageDone, averaged: _Averaged) -> OuterStep:
         result = self._lead.result_of(roster.t, roster.attempt) if self._lead is not None else None
         self.kept.remember(roster.t, result, averaged.chunks)
         digests = {int(s): d for s, d in done.digests.items()}
+        return self._step(roster, digest, digests, averaged.average, averaged.own)
+
+    def _step(
+        self, roster: Roster, digest: str, digests: dict[int, str], average: Average, own: Average | None
+    ) -> OuterStep:
         return OuterStep(
-            roster.t,
-            roster.ids,
-            roster.weights,
-            roster.parent,
-            digest,
-            digests,
-            averaged.average,
-            averaged.own,
-        )
+            roster.t, roster.ids, roster.weights, roster.parent, digest, digests, average, own, roster.norms,
+            self._weight_cap,
+        )  # fmt: skip
 
     def _notes(self) -> list[str]:
         return self._lead.notes() if self._lead is not None else []

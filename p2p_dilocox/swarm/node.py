@@ -35,9 +35,9 @@ _DHT_S = 10.0
 class Node:
     """Made by `start`, ended by `close`; both in the same event loop, whose thread must outlive the node."""
 
-    def __init__(self, run_id: str, p2p: P2P, dht: DHTNode, sockets: Path) -> None:
+    def __init__(self, run_id: str, p2p: P2P, dht: DHTNode, sockets: Path, client_mode: bool) -> None:
         self.run_id = run_id
-        self._sockets = sockets
+        self._sockets, self._client_mode = sockets, client_mode
         self.p2p = p2p
         self.dht = dht
         self.peer_id = str(p2p.peer_id)
@@ -98,10 +98,12 @@ class Node:
                     f"the swarm does not accept this machine: {error}. Is its clock right (NTP)?"
                 ) from error
             raise
-        return cls(run_id, p2p, dht, sockets)
+        return cls(run_id, p2p, dht, sockets, client_mode)
 
     async def maddrs(self) -> list[str]:
-        """Full multiaddresses, ending in /p2p/<our id>, at which others may dial us."""
+        """Full multiaddresses, ending in /p2p/<our id>, at which others may dial us; none in client mode."""
+        if self._client_mode:
+            return []
         return [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]
 
     async def connect(self, peer: str, maddrs: Iterable[str]) -> None:

@@ -175,11 +175,12 @@ class SwarmCluster:
         link: tuple[bytes, list[str]],
         signed: SignedRun,
         split: list[list[int]],
+        key: SigningKey | None = None,
         client: bool = False,
     ) -> None:
         spec = parse_run(text)
         digest = spec_digest(text)
-        self.key = SigningKey.generate()
+        self.key = key or SigningKey.generate()
         self.id = self.key.cluster_id
         self.ranks = [SwarmRank(spec, digest, link, stages, self.key, client) for stages in split]
         addresses = [r.address for r in self.ranks]
@@ -250,8 +251,10 @@ class Swarm:
         self.link = (self.organiser.public, self.network.call(self.boot.maddrs(), 10))
         self.clusters: list[SwarmCluster] = []
 
-    def join(self, split: list[list[int]] | None = None, *, client: bool = False) -> SwarmCluster:
-        cluster = SwarmCluster(self.text, self.link, self.signed, split or [[0, 1]], client)
+    def join(
+        self, split: list[list[int]] | None = None, *, key: SigningKey | None = None, client: bool = False
+    ) -> SwarmCluster:
+        cluster = SwarmCluster(self.text, self.link, self.signed, split or [[0, 1]], key, client)
         self.clusters.append(cluster)
         for other in self.clusters:  # what their next heartbeat would do
             first = other.ranks[0]

@@ -19,7 +19,6 @@ WORDS = {
     "env",
     "errors",
     "events",
-    "invariants",
     "lineage",
     "model_config",
     "overlap",
@@ -41,6 +40,7 @@ ARROWS = {
     "outer": {"compression"},
     "averaging": {"compression", "outer", "swarm"},
     "history": {"averaging", "line_file"},
+    "invariants": {"averaging"},
     "trainer": {"averaging", "data", "history", "inner", "outer", "pipeline"},
     # It reads a whole Rank; the trainer knows it only as a function to call.
     "checkpoint": {"outer", "pipeline", "trainer"},

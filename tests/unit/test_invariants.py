@@ -13,7 +13,8 @@ from p2p_dilocox.invariants import check_history, read_history
 def line(t: int, cluster: str = "a", stage: int = 0, **changes: Any) -> dict[str, Any]:
     return {
         "run": "r", "cluster": cluster, "stage": stage, "t": t, "decision": "committed",
-        "members": ["a", "b"], "weights": [1.0, 2.0], "digest": f"digest {t} {stage}",
+        "members": ["a", "b"], "weights": [1.0, 2.0], "weight_cap": 100.0,
+        "norms": [3.0, 4.0], "digest": f"digest {t} {stage}",
         "parent": f"lineage {t - 1}", "lineage": f"lineage {t}", "seconds": 1.0, "deadline_s": 10.0,
     } | changes  # fmt: skip
 
@@ -24,6 +25,10 @@ def clean() -> list[dict[str, Any]]:
 
 def test_a_clean_history_has_no_violation() -> None:
     assert check_history(clean()) == []
+
+
+def test_a_member_that_had_trained_nothing_is_no_violation() -> None:
+    assert check_history([*clean(), line(4, weights=[0.0, 2.0], norms=[0.0, 4.0])]) == []
 
 
 def test_a_dropped_step_an_adopted_one_and_a_late_joiner_are_no_violations() -> None:
@@ -47,6 +52,10 @@ def test_a_dropped_step_an_adopted_one_and_a_late_joiner_are_no_violations() -> 
         ("V4", line(4, "b", 1, seconds=12.5)),
         ("V5", line(4, "b", 1, weights=[1.0, float("nan")])),
         ("V5", line(4, "b", 1, weights=[1.0, -1.0])),
+        ("V5", line(4, "b", 1, weights=[0.0, 0.0])),
+        ("V5", line(4, "b", 1, weights=[1.0, 100.5])),
+        ("V5", line(4, "b", 1, norms=[3.0, 31.0])),
+        ("V5", line(4, "b", 1, norms=[3.0, float("nan")])),
     ],
 )
 def test_each_rule_is_checked(rule: str, broken: dict[str, Any]) -> None:

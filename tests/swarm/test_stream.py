@@ -1,0 +1,168 @@
+"""Streams between two real peers: what is refused, when silence ends them, and who may open one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.swarm.gate import Gate
+from p2p_dilocox.swarm.identity import SigningKey
+from p2p_dilocox.swarm.messages import Pass, seal
+from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.stream import Frame, Refused, Silent, Stream, dial, serve
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+ORGANISER = SigningKey.generate().public
+
+
+@asynccontextmanager
+async def two_peers() -> AsyncIterator[tuple[Node, Node]]:
+    first = await Node.start(run_id="r", organiser=ORGANISER, host_maddrs=LOOPBACK)
+    second = await Node.start(
+        run_id="r", organiser=ORGANISER, host_maddrs=LOOPBACK, initial_peers=await first.maddrs()
+    )
+    try:
+        yield first, second
+    finally:
+        await second.close()
+        await first.close()
+
+
+def between(answer: Callable[[Stream], Awaitable[None]], ask: Callable[[Stream], Awaitable[None]]) -> None:
+    """One stream: `ask` at the side that dials, `answer` at the other."""
+
+    async def run() -> None:
+        async with two_peers() as (first, second):
+            await serve(first.p2p, "x", answer)
+            stream = await dial(second.p2p, first.peer_id, "x", 10.0)
+            try:
+                await ask(stream)
+            finally:
+                stream.close()
+
+    asyncio.run(run())
+
+
+async def raw(stream: Stream, data: bytes) -> None:
+    stream._writer.write(data)  # what a hostile peer would do
+    await stream._writer.drain()
+
+
+def test_frames_arrive_as_they_were_sent_and_are_counted() -> None:
+    bodies = [b"", b"x", bytes(range(256)) * 4096]
+
+    async def echo(stream: Stream) -> None:
+        for _ in bodies:
+            kind, body = await stream.receive(1 << 21, 10.0)
+            await stream.send(kind, body, 10.0)
+
+    async def ask(stream: Stream) -> None:
+        for body in bodies:
+            await stream.send(Frame.AVERAGE, body, 10.0)
+            assert await stream.receive(1 << 21, 10.0) == (Frame.AVERAGE, body)
+        assert stream.sent == stream.received == sum(5 + len(b) for b in bodies)
+
+    between(echo, ask)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"\x03\xff\xff\xff\xff", "announced a frame of 4294967295 bytes, at most 100 are due"),
+        (b"\x03\x65\x00\x00\x00", "announced a frame of 101 bytes"),
+        (b"\xc8\x00\x00\x00\x00", "unknown kind 200"),
+    ],
+)
+def test_a_frame_that_is_not_due_is_refused_before_its_body_is_read(data: bytes, sentence: str) -> None:
+    async def answer(stream: Stream) -> None:
+        await stream.receive(100, 10.0)
+
+    async def ask(stream: Stream) -> None:
+        await raw(stream, data)
+        with pytest.raises(Refused, match=sentence):
+            await stream.receive(100, 10.0)
+
+    between(answer, ask)
+
+
+def test_a_refusal_longer_than_a_reason_is_refused_itself() -> None:
+    async def answer(stream: Stream) -> None:
+        await raw(stream, b"\x06\x00\x00\x10\x00" + b"x" * 2000)
+        await asyncio.sleep(10.0)
+
+    async def ask(stream: Stream) -> None:
+        with pytest.raises(NotTrustedError, match="1048576 bytes"):
+            await stream.receive(1 << 21, 10.0)
+
+    between(answer, ask)
+
+
+def test_who_sends_nothing_or_half_a_frame_or_takes_nothing_is_given_up() -> None:
+    async def answer(stream: Stream) -> None:
+        await raw(stream, b"\x03\x0a\x00\x00\x00half")
+        await asyncio.sleep(30.0)
+
+    async def ask(stream: Stream) -> None:
+        with pytest.raises(Silent, match=r"sent nothing for 0\.3 s"):
+            await stream.receive(100, 0.3)
+        with pytest.raises(Silent, match=r"took nothing for 0\.3 s"):
+            for _ in range(1000):
+                await stream.send(Frame.DATA, bytes(1 << 20), 0.3)
+
+    between(answer, ask)
+
+
+def test_a_slow_sender_that_goes_on_is_waited_for() -> None:
+    async def answer(stream: Stream) -> None:
+        await raw(stream, b"\x03\x0a\x00\x00\x00")
+        for byte in b"0123456789":
+            await asyncio.sleep(0.1)
+            await raw(stream, bytes([byte]))
+
+    async def ask(stream: Stream) -> None:
+        assert await stream.receive(100, 0.9) == (Frame.DATA, b"0123456789")
+
+    between(answer, ask)
+
+
+def test_the_end_of_a_peer_is_a_connection_error() -> None:
+    async def answer(stream: Stream) -> None:
+        await raw(stream, b"\x03\x0a\x00")
+        stream.close()
+
+    async def ask(stream: Stream) -> None:
+        with pytest.raises(ConnectionError, match="closed"):
+            await stream.receive(100, 10.0)
+
+    between(answer, ask)
+
+
+PEER, OTHER_PEER = (f"12D3KooWKrsNNSqV8PpeGJM2CTxwQKz67SJQLUCiTahKMhgKLqb{n}" for n in (8, 9))
+
+
+def test_a_pass_is_good_for_one_peer_of_one_run() -> None:
+    mine, theirs = SigningKey.generate(), SigningKey.generate()
+    gate = Gate(mine, "run", PEER)
+    shown = Gate(theirs, "run", OTHER_PEER).own
+    assert gate.admit(shown, OTHER_PEER) == theirs.cluster_id
+    assert gate.admit(shown, OTHER_PEER) == theirs.cluster_id  # also from memory
+    with pytest.raises(NotTrustedError, match="pass of another peer"):
+        gate.admit(shown, PEER)
+    with pytest.raises(NotTrustedError, match="wrong signature"):
+        gate.admit(Gate(theirs, "elsewhere", OTHER_PEER).own, OTHER_PEER)
+    forged = seal(theirs, "run", Pass(cluster_id=mine.cluster_id, peer=OTHER_PEER))
+    with pytest.raises(NotTrustedError, match="signed it"):
+        gate.admit(forged, OTHER_PEER)
+    for nonsense in (b"", b"\x80", bytes(1000)):
+        with pytest.raises(NotTrustedError):
+            gate.admit(nonsense, OTHER_PEER)
+
+
+def test_a_closed_run_admits_its_members_only() -> None:
+    mine, member, stranger = (SigningKey.generate() for _ in range(3))
+    gate = Gate(mine, "run", PEER, [mine.cluster_id, member.cluster_id])
+    assert gate.admit(Gate(member, "run", OTHER_PEER).own, OTHER_PEER) == member.cluster_id
+    with pytest.raises(NotTrustedError, match="not among the 2 members of this run"):
+        gate.admit(Gate(stranger, "run", OTHER_PEER).own, OTHER_PEER)
