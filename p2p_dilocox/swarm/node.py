@@ -19,6 +19,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 
 from p2p_dilocox.errors import LinkError, NotTrustedError, UnreachableError
+from p2p_dilocox.swarm.calls import survive_cancelled_calls
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.keys import clusters_key, run_key
 from p2p_dilocox.swarm.messages import Presence, open_sealed, seal
@@ -80,6 +81,7 @@ class Node:
                 raise LinkError(
                     f"cannot listen on {listen}: {_last_line(error)}. Is the port in use?"
                 ) from error
+        survive_cancelled_calls(p2p)
         try:
             reachable = await _dial_all(p2p, initial_peers)
             dht = await DHTNode.create(

@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from hivemind.p2p import P2PContext, PeerID
 
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.identity import SigningKey
-from p2p_dilocox.swarm.messages import Pass, seal
+from p2p_dilocox.swarm.messages import Envelope, Pass, seal
 from p2p_dilocox.swarm.node import Node
 from p2p_dilocox.swarm.stream import Frame, Refused, Silent, Stream, dial, serve
 
@@ -166,3 +167,40 @@ def test_a_closed_run_admits_its_members_only() -> None:
     assert gate.admit(Gate(member, "run", OTHER_PEER).own, OTHER_PEER) == member.cluster_id
     with pytest.raises(NotTrustedError, match="not among the 2 members of this run"):
         gate.admit(Gate(stranger, "run", OTHER_PEER).own, OTHER_PEER)
+
+
+def test_a_peer_still_hears_after_replies_to_calls_that_were_given_up() -> None:
+    """hivemind's reader of replies would end at the first reply to a call that has just been cancelled."""
+
+    async def run() -> None:
+        async with two_peers() as (first, second):
+            peer = PeerID.from_base58(first.peer_id)
+
+            async def answer(request: Envelope, context: P2PContext) -> Envelope:
+                await asyncio.sleep(0.001)
+                return request
+
+            await first.p2p.add_protobuf_handler("echo", answer, Envelope)
+
+            async def call() -> Envelope:
+                reply: Envelope = await second.p2p.call_protobuf_handler(
+                    peer, "echo", Envelope(body=b"x"), Envelope
+                )
+                return reply
+
+            control = second.p2p._client.control
+            for _ in range(200):
+                calls = [asyncio.create_task(call()) for _ in range(5)]
+                await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                # What a cancel does while its reply is on the way: done, and still in the table of open
+                # calls.
+                for future in list(control._pending_calls.values()):
+                    future.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
+            assert not control._read_task.done()
+            assert (await asyncio.wait_for(call(), 5.0)).body == b"x"
+            assert all(future.done() for future in control._pending_calls.values())
+            await asyncio.sleep(0.2)
+            assert not first.p2p._client.control._handler_tasks
+
+    asyncio.run(run())
