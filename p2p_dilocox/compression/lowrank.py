@@ -91,9 +91,10 @@ def next_basis(q_average: Tensor) -> Tensor:
     and clusters must not differ in a whole direction. Norms are compared to 2^-20 of the largest, and
     equal ones stay in their order, as those of an initial basis.
     """
-    norms = q_average.to(torch.float64).norm(dim=0)
+    q = q_average.to(torch.float64)
+    norms = q.norm(dim=0)
     steps = torch.round(norms / norms.max().clamp(min=torch.finfo(torch.float64).tiny) * (1 << 20))
-    return orthonormalise(q_average[:, torch.argsort(steps, descending=True, stable=True)])
+    return orthonormalise(q[:, steps.argsort(descending=True, stable=True)]).to(q_average.dtype)
 
 
 def subtract_outer_(matrix: Tensor, p: Tensor, q: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 import pytest
 
+from p2p_dilocox.errors import SpecError
 from p2p_dilocox.recipe import OVERLAP_DEFAULTS, RECIPES, default_gamma
+from p2p_dilocox.runspec import parse_run
 from p2p_dilocox.settings import Compression, Outer
 
 
@@ -55,3 +57,24 @@ def test_overlap_defaults_are_keyed_by_their_own_mode() -> None:
     assert {mode: overlap.mode for mode, (overlap, _) in OVERLAP_DEFAULTS.items()} == {
         mode: mode for mode in ("arrival", "boundary", "paper", "none")
     }
+
+
+def spec_text(compression: str, recipe: str = "dilocox") -> str:
+    return (
+        f'[run]\nid = "r"\nrecipe = "{recipe}"\nouter_steps = 1\n'
+        '[model]\npath = "nowhere"\n[inner]\nH = 1\nbatch_size = 1\nlr = 1e-3\n'
+        f"[compression]\n{compression}\n"
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("bits", [2, 4, 8, 16, 32, 64])
+def test_more_bits_for_all_directions_are_as_many_for_the_strongest(recipe: str, bits: int) -> None:
+    compression = parse_run(spec_text(f"bits = {bits}", recipe)).compression
+    assert compression.strong_bits == max(bits, RECIPES[recipe].compression.strong_bits)
+
+
+def test_fewer_bits_for_the_strongest_directions_than_for_the_rest_are_refused() -> None:
+    assert parse_run(spec_text("bits = 3\nstrong_bits = 3")).compression.strong_bits == 3
+    with pytest.raises(SpecError, match=r"strong_bits = 2, must be at least bits = 3, what the weaker"):
+        parse_run(spec_text("bits = 3\nstrong_bits = 2"))
