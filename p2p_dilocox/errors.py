@@ -9,12 +9,14 @@ DilocoxError                 exit code 1
   ModelError                 6   a model that cannot be cut or loaded
   DataError                  7   data or tokenizer do not fit the run
   ClusterError               8   a rank of this cluster failed
+    DriftedError             8   its parameters are not those of the other clusters
 """
 
 __all__ = [
     "ClusterError",
     "DataError",
     "DilocoxError",
+    "DriftedError",
     "LinkError",
     "ModelError",
     "NotTrustedError",
@@ -60,3 +62,7 @@ class DataError(DilocoxError):
 
 class ClusterError(DilocoxError):
     exit_code = 8
+
+
+class DriftedError(ClusterError):
+    pass

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.round import Round, Rounds
 from p2p_dilocox.data import Batches
-from p2p_dilocox.errors import ClusterError
+from p2p_dilocox.errors import ClusterError, DriftedError
 from p2p_dilocox.events import (
     Evaluated,
     Event,
@@ -43,6 +44,7 @@ __all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "take_outer_s
 
 class Checkpoints(Protocol):
     def save(self, rank: "Rank") -> None: ...
+    def set_aside(self) -> Path: ...
 
 
 @dataclass
@@ -213,6 +215,8 @@ def land(spec: RunSpec, rank: Rank) -> None:
     rank.progress.move_to(max(outer.t, outcome.t), outer)
     rank.t = max(rank.t, outer.t + 1)  # a cluster that was left behind goes on where the others are
     rank.history.write(outcome, outer.lineage)
+    for note in outcome.notes:
+        rank.report(Warned(rank=rank.index, message=note))
     if not outcome.steps:
         rank.report(RoundDropped(rank=rank.index, t=outcome.t, reason=outcome.reason, waited_s=waited_s))
         return
@@ -263,11 +267,12 @@ def agree_in_cluster(rank: Rank, outcome: Outcome) -> None:
     """All ranks of a cluster must see the same outcome, or the
     cluster ends and comes back with a downloaded state."""
     last = outcome.steps[-1].t if outcome.steps else 0
-    failed, steps, lasts = rank.pipeline.sum([float(outcome.failed), float(len(outcome.steps)), float(last)])
+    flags = [float(outcome.failed), float(outcome.drifted), float(len(outcome.steps)), float(last)]
+    failed, drifted, steps, lasts = rank.pipeline.sum(flags)
     ranks = rank.pipeline.num_ranks
     if failed or steps != ranks * len(outcome.steps) or lasts != ranks * last:
         why = outcome.reason or "another rank of this cluster has lost it"
-        raise ClusterError(
+        raise (DriftedError if drifted else ClusterError)(
             f"outer step {outcome.t}: {why}. The cluster has to fetch its state from another one."
         )
 

@@ -24,7 +24,7 @@ from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
 from p2p_dilocox.checkpoint.store import CheckpointStore, load_rank, newest
 from p2p_dilocox.data import Batches, load_tokens
-from p2p_dilocox.errors import ClusterError, NotTrustedError
+from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
 from p2p_dilocox.events import Event, Finished, Phase, Warned
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer
@@ -293,7 +293,13 @@ def _download(
 
 def _train(spec: RunSpec, rank: Rank, say: Callable[[str, str], None]) -> bool:
     say("training", "")
-    complete = train(spec, rank)
+    try:
+        complete = train(spec, rank)
+    except DriftedError:
+        if rank.index == 0:  # else the cluster would come back with the same parameters
+            aside = rank.checkpoints.set_aside()
+            rank.report(Warned(rank=0, message=f"the checkpoints of drifted parameters are now in {aside}"))
+        raise
     if complete:
         say("draining", "final evaluation and checkpoint")
         evaluate(spec, rank)

@@ -12,7 +12,7 @@ from p2p_dilocox.averaging.exclusion import Grudges, NormCap
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.rollcall import RollCalls, Roster, coordinator_order, read_call
 from p2p_dilocox.averaging.vote import Ballot
-from p2p_dilocox.errors import ClusterError, NotTrustedError
+from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
 from p2p_dilocox.lineage import combined_digest, next_lineage
 from p2p_dilocox.swarm.messages import (
     Ask,
@@ -105,7 +105,8 @@ class Lead:
         """Answer the roll call; the reply is a call (perhaps without us), `over`, `dropped`, or empty if
         there is none in time.
 
-        Raises ClusterError if the coordinator refuses us: another protocol or run spec.
+        Raises ClusterError if the coordinator refuses us: another protocol or run spec; DriftedError if our
+        anchor is another one.
         """
         ready = Ready(
             spec=self.spec_digest, cluster_id=self.me, name=self.company.name, t=t, attempt=attempt,
@@ -122,8 +123,13 @@ class Lead:
                     continue
                 if answer.redirect and answer.redirect != coordinator:
                     answer = await self._offer(answer.redirect, sealed) or CallReply()
-                if answer.refused:
-                    raise ClusterError(f"cluster {coordinator} refuses ours: {answer.refused}")
+                if answer.refused or answer.drifted:
+                    why = answer.refused or "the parameters are not those of the other clusters"
+                    entry = self._attempt(t, attempt)
+                    entry.reply = CallReply(refused=why)  # for our other ranks
+                    entry.ready.set()
+                    kind = DriftedError if answer.drifted else ClusterError
+                    raise kind(f"cluster {coordinator} refuses ours: {why}")
                 reply = answer
                 break
             if reply.call or reply.over or reply.dropped:
@@ -251,7 +257,7 @@ class Lead:
             return CallReply()
         reply = entry.reply or CallReply()
         # "none in time" must not look like "not yet"
-        found = reply.call or reply.over or reply.dropped
+        found = reply.call or reply.over or reply.dropped or reply.refused
         return reply if found else CallReply(refused="no roll call in time")
 
     async def on_stage_done(self, done: StageDone) -> Decision:

@@ -39,4 +39,5 @@ class Outcome:
     received_bytes: int = 0
     attempts: int = 1
     failed: bool = False  # this cluster cannot go on from its state
+    drifted: bool = False  # because its anchor is not that of the others
     notes: list[str] = field(default_factory=list)  # who was left out and why

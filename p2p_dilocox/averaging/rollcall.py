@@ -18,6 +18,7 @@ from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.exclusion import left_out as settle_quarrels
 from p2p_dilocox.averaging.shares import shares
 from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.outer import same_anchor
 from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.messages import PROTOCOL, Call, CallReply, Ready, Standing, open_sealed
 
@@ -130,6 +131,7 @@ class _Roll:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     call: Call | None = None
     left_out: dict[str, str] = field(default_factory=dict)  # cluster -> why
+    drifted: list[str] = field(default_factory=list)
     over: bool = False
 
 
@@ -205,6 +207,8 @@ class RollCalls:
                 await asyncio.wait_for(roll.closed.wait(), self.timeouts.poll_s)
             except TimeoutError:
                 return CallReply()
+        if ready.cluster_id in roll.drifted:
+            return CallReply(drifted=True)
         left_out = roll.left_out.get(ready.cluster_id, "")
         return CallReply(
             call=roll.call, over=roll.over, dropped=not (roll.call or roll.over), left_out=left_out
@@ -255,6 +259,8 @@ class RollCalls:
         # rounds.
         lineage = Counter(r.lineage for r in roll.ready.values()).most_common(1)[0][0]
         ready = {c: r for c, r in sorted(roll.ready.items()) if r.lineage == lineage}
+        roll.drifted = self._drifted(ready)
+        ready = {c: r for c, r in ready.items() if c not in roll.drifted}
         cap = self.norm_cap([r.norm for r in ready.values() if r.weight > 0])
         for cluster, r in ready.items():
             if r.norm > cap:
@@ -272,3 +278,14 @@ class RollCalls:
                 "outer step %d goes on without cluster %s: %s", next(iter(ready.values())).t, cluster, why
             )
         return [c for c in ready if c not in roll.left_out]
+
+    def _drifted(self, ready: dict[str, Ready]) -> list[str]:
+        """Whose anchor is not that of most: equal bytes were applied, but machines round differently, or
+        worse.
+        """
+        prints = {c: tuple(r.fingerprint) for c, r in ready.items() if r.fingerprint}
+        alike = {c: [d for d in prints if same_anchor(prints[c], prints[d])] for c in prints}
+        if not alike:
+            return []
+        most = max(alike, key=lambda c: (len(alike[c]), self.me in alike[c], c))
+        return [c for c in prints if c not in alike[most]]

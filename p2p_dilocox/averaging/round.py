@@ -34,7 +34,7 @@ from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.rollcall import Roster, read_call
 from p2p_dilocox.averaging.service import ExchangeKey, Service
 from p2p_dilocox.compression import Layout
-from p2p_dilocox.errors import ClusterError
+from p2p_dilocox.errors import ClusterError, DriftedError
 from p2p_dilocox.lineage import combined_digest, round_digest
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.swarm.messages import (
@@ -148,7 +148,7 @@ class Rounds:
                 ):  # each wait has its own; this one is the last
                     return await body
             except (ClusterError, *CALL_FAILED) as error:
-                return Outcome(t, reason=str(error), failed=True)
+                return Outcome(t, reason=str(error), failed=True, drifted=isinstance(error, DriftedError))
             finally:
                 self._progress.in_flight = 0
 

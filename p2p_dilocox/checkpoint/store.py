@@ -47,6 +47,15 @@ class CheckpointStore:
     def __init__(self, directory: Path, spec_digest: str, keep: int) -> None:
         self.directory, self._spec_digest, self._keep = directory, spec_digest, keep
 
+    def set_aside(self) -> Path:
+        """Keep all checkpoints, but resume from none of them. Returns where they are now."""
+        number = 1
+        while (aside := self.directory.with_name(f"{self.directory.name}-drifted-{number}")).exists():
+            number += 1
+        if self.directory.exists():
+            self.directory.rename(aside)
+        return aside
+
     def save(self, rank: Rank) -> None:
         """Write this rank's file; rank 0 completes the step once all files are there.
 

@@ -137,11 +137,13 @@ class CallReply(Message, frozen=True, kw_only=True):
 
     `over`: the round is over without the asker, who can ask for its `Result`. `dropped`: there is nothing to
     average, for anyone. `left_out`: why the call is without the asker.
+    `drifted`: its anchor is not that of the others.
     """
 
     call: Call | None = None
     over: bool = False
     dropped: bool = False
+    drifted: bool = False
     redirect: ClusterId | None = None
     refused: Reason = ""
     left_out: Reason = ""

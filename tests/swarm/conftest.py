@@ -140,8 +140,8 @@ class SwarmRank:
         self.outer.contribute(self.parameters)
         return sum(float(r.double().square().sum()) for r in self.outer.residual.values())
 
-    def start(self, t: int, weight: float, norm: float) -> None:
-        self.pending = self.rounds.start(t, Offer(weight, norm))
+    def start(self, t: int, weight: float, norm: float, fingerprint: tuple[float, ...] = ()) -> None:
+        self.pending = self.rounds.start(t, Offer(weight, norm, fingerprint))
 
     def land(self, keep: float = 0.5) -> Outcome:
         assert self.pending is not None
@@ -211,10 +211,16 @@ class SwarmCluster:
             rank.network.call(rank.service.start([a.peer for a in addresses]), 10)
         first.network.call(self.lead.company.start(), 10)
 
-    def contribute(self, t: int, delta: dict[str, Tensor] | float, weight: float = 100.0) -> None:
+    def contribute(
+        self,
+        t: int,
+        delta: dict[str, Tensor] | float,
+        weight: float = 100.0,
+        fingerprint: tuple[float, ...] = (),
+    ) -> None:
         norm = math.sqrt(sum(rank.move(delta) for rank in self.ranks))
         for rank in self.ranks:
-            rank.start(t, weight, norm)
+            rank.start(t, weight, norm, fingerprint)
 
     def land(self) -> list[Outcome]:
         return [rank.land() for rank in self.ranks]

@@ -219,6 +219,19 @@ def test_who_missed_the_outcome_of_a_round_it_voted_for_adopts_it_with_its_own_s
         torch.testing.assert_close(theta, before[name] - 2.0 - moved[name], rtol=0, atol=1e-5)
 
 
+def test_a_drifted_cluster_is_sent_away_on_all_its_ranks_and_the_others_go_on(swarm: MakeSwarm) -> None:
+    net = swarm(spec_text("fedavg", min_clusters=3, more=LOSSLESS))
+    clusters = [net.join(), net.join([[0], [1]]), net.join()]
+    right, drifted = (1.0, 2.0, 3.0, 4.0, 50.0), (1.0, 2.0, 3.0, 4.1, 50.0)
+    for cluster, anchor in zip(clusters, (right, drifted, right), strict=True):
+        cluster.contribute(1, 0.5, fingerprint=anchor)
+    for outcome in (*clusters[0].land(), *clusters[2].land()):
+        assert len(outcome.steps[0].members) == 2, outcome.reason
+    first, second = clusters[1].land()
+    assert first.failed and first.drifted and "not those of the other clusters" in first.reason
+    assert not second.steps
+
+
 def test_an_outer_step_in_which_nobody_trained_is_dropped_and_the_next_one_is_not(swarm: MakeSwarm) -> None:
     net = swarm(spec_text("fedavg", min_clusters=2, more=LOSSLESS))
     clusters = [net.join(), net.join([[0], [1]])]

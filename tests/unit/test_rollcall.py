@@ -29,11 +29,13 @@ def ready(
     weight: float = 10.0,
     norm: float = 1.0,
     without: Sequence[str] = (),
+    fingerprint: Sequence[float] = (),
 ) -> bytes:
     address = RankAddress(peer=PEER, maddrs=[], first_stage=0, last_stage=0)
     message = Ready(
         protocol=protocol, spec=spec, cluster_id=key.cluster_id, name="c", t=t, attempt=0, lineage=lineage,
-        weight=weight, norm=norm, without=list(without), ranks=[address],
+        weight=weight, norm=norm, without=list(without), fingerprint=list(fingerprint),
+        ranks=[address],
     )  # fmt: skip
     return seal(key, "run", message)
 
@@ -178,6 +180,31 @@ def test_a_pseudo_gradient_far_above_the_usual_is_left_out_and_told_why() -> Non
     assert members_after(calls, *sealed) == [ME, OTHERS[0]]
     reply = asyncio.run(calls.answer(sealed[2], last_t=0))
     assert "the norm 1e+17, at most 10 is usual" in reply.left_out
+
+
+def test_a_cluster_whose_anchor_is_not_that_of_most_is_told_that_it_drifted() -> None:
+    """Field report C8: different parameters look plausible for long."""
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0))
+    right, rounded, wrong = (
+        (1.0, -2.0, 0.5, 3.0, 40.0),
+        (1.0, -2.0000001, 0.5, 3.0, 40.0),
+        (1.0, -2.0, 0.5, 9.0, 40.0),
+    )
+    sealed = [ready(k, fingerprint=f) for k, f in zip(KEYS, (wrong, right, rounded), strict=True)]
+
+    async def come(sealed: bytes) -> CallReply:
+        return await until_answered(lambda: calls.answer(sealed, last_t=0))
+
+    async def run() -> list[CallReply]:
+        replies = await asyncio.gather(*(come(s) for s in sealed))
+        await calls.close()
+        return replies
+
+    drifted, *others = asyncio.run(run())
+    assert drifted.drifted and drifted.call is None
+    for reply in others:
+        assert reply.call is not None
+        assert read_call(reply.call, "run", gate(), 100.0).ids == OTHERS
 
 
 def test_whom_a_member_refuses_is_left_out_of_the_attempt() -> None:
