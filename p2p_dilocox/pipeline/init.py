@@ -6,6 +6,7 @@ of a layer depend on all layers drawn before it.
 """
 
 import hashlib
+import threading
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 from p2p_dilocox.errors import ModelError
 
 __all__ = ["fill_"]
+
+_GENERATOR = threading.Lock()  # Hugging Face classes draw from torch's global one, which all threads share
 
 
 def fill_(module: nn.Module, name: str, model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
@@ -25,7 +28,7 @@ def fill_(module: nn.Module, name: str, model: PreTrainedModel, *, seed: int, de
     """
     if device.type == "meta":
         return  # only shapes are wanted
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with _GENERATOR, torch.no_grad(), torch.random.fork_rng(devices=[]):
         _fill(module, name, model, seed, device)
         _settle(module, device)
     for path, part in module.named_modules(prefix=name):

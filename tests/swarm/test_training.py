@@ -238,7 +238,7 @@ def test_a_cluster_that_joins_half_way_has_the_learning_rates_of_the_others(
             assert e.lr == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("h", [1])  # of 3: good steps follow before the round
+@pytest.mark.parametrize("h", [1, 3])  # the last one: nothing to offer, weight 0
 def test_a_gradient_that_is_not_finite_costs_one_cluster_one_step_and_the_others_nothing(
     swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], monkeypatch: pytest.MonkeyPatch, h: int
 ) -> None:
