@@ -157,15 +157,21 @@ class Layout:
         """One (start, end) per weight: consecutive, in whole groups, together exactly the phase vector.
 
         weights: how much of the averaging each member does, at least one above 0. A weight of 0 gets an empty
-        part; equal weights get parts that differ by one group at most. Every member cuts alike: these are
-        IEEE operations in a fixed order.
+        part; equal weights get parts whose bits, there and back, differ by those of one group at most. Every
+        member cuts alike: these are IEEE operations in a fixed order.
         """
         sums = list(itertools.accumulate(weights))
         if not sums or not all(w >= 0 for w in weights) or not 0 < sums[-1] < math.inf:
             raise ValueError(f"weights = {list(weights)}, must be finite, not negative, and one above 0")
-        numel = self._numel[phase]
-        groups = -(-numel // self.group)
-        ends = [min(numel, self.group * math.floor(groups * (s / sums[-1]) + 0.5)) for s in sums]
+        strong, rest = self._stretches(phase)
+        costs = [piece.bits + piece.return_bits for piece in (strong, rest)]
+        groups = [-(-(piece.end - piece.start) // self.group) for piece in (strong, rest)]
+        first = groups[0] * costs[0]
+        ends = []
+        for s in sums:
+            cost = (first + groups[1] * costs[1]) * (s / sums[-1])
+            whole = cost / costs[0] if cost < first else groups[0] + (cost - first) / costs[1]
+            ends.append(min(rest.end, self.group * math.floor(whole + 0.5)))
         return list(zip([0, *ends], ends, strict=False))
 
     def chunks(self, phase: Phase, start: int, end: int, max_values: int) -> list[Piece]:

@@ -143,6 +143,19 @@ def test_parts_are_as_large_as_their_weights(phase: Phase) -> None:
         assert weight > 0 or start == end
 
 
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("weights", [[1.0] * 4, [5.0, 1.0, 0.0, 2.5], [1.0] * 40])
+def test_a_part_with_strong_directions_has_fewer_values(phase: Phase, weights: list[float]) -> None:
+    of = layout(bits=2, return_bits=4, strong_bits=16)
+    whole = of.chunks(phase, 0, of.phase_numel(phase), 10**9)
+    total = sum((end - start) * (bits + back) for start, end, bits, back in whole)
+    for (start, end), weight in zip(of.cut_parts(phase, weights), weights, strict=True):
+        pieces = of.chunks(phase, start, end, 10**9)
+        cost = sum((b - a) * (bits + back) for a, b, bits, back in pieces)
+        assert abs(cost - total * weight / sum(weights)) <= of.group * 32
+        assert weight > 0 or start == end
+
+
 @pytest.mark.parametrize("members", [2, 3, 5, 16])
 def test_equal_weights_give_parts_that_differ_by_a_group_at_most(members: int) -> None:
     of = layout()
