@@ -36,7 +36,7 @@ from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import ErrorAlarm, OuterState, fingerprint
 from p2p_dilocox.overlap import Overlap
 from p2p_dilocox.pipeline import Pipeline, StepResult
-from p2p_dilocox.runspec import RunSpec
+from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step
 from p2p_dilocox.wish import Leave, Wish
 
 __all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "take_outer_steps", "train"]
@@ -89,7 +89,7 @@ def train(spec: RunSpec, rank: Rank) -> bool:
                 land(spec, rank)  #   theta^t <- OuterOpt(theta^{t-1}, Delta^{t-1})
             if rank.t > last:
                 break  # caught up with clusters that have finished the run
-            offer = contribute(rank)  #   delta^t <- theta - theta_i + gamma e
+            offer = contribute(spec, rank)  #   delta^t <- theta - theta_i + gamma e
             #   Delta^t <- AllReduce(C(delta^t)), behind the inner steps of t + 1
             rank.pending = rank.rounds.start(rank.t, offer)
             rank.t, rank.h, rank.unsent_tokens = rank.t + 1, 0, 0
@@ -170,7 +170,7 @@ def skip(spec: RunSpec, rank: Rank, step: StepResult) -> None:
     )
 
 
-def contribute(rank: Rank) -> Offer:
+def contribute(spec: RunSpec, rank: Rank) -> Offer:
     """Put all that was moved and not delivered into `outer.residual`; what the roll call is told of it."""
     outer, theta_i = rank.outer, rank.pipeline.parameters
     delta = outer.contribute(theta_i)
@@ -187,7 +187,8 @@ def contribute(rank: Rank) -> Offer:
     ratio = math.sqrt(error_sq / fresh_sq) if known else None
     if (alarm := rank.alarm.hear(ratio)) and rank.index == 0:
         rank.report(Warned(rank=rank.index, message=alarm))
-    weight = float(rank.unsent_tokens)
+    # One that came back in the middle of an outer step may have trained for more than one: nobody may say so.
+    weight = float(min(rank.unsent_tokens, tokens_per_outer_step(spec)))
     norm = math.sqrt(norm_sq)
     rank.report(RoundStarted(rank=rank.index, t=rank.t, weight=weight, norm=norm, error_ratio=ratio))
     return Offer(weight, norm, fingerprint(sketch, rank.pipeline.num_parameters))

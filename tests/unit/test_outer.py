@@ -120,6 +120,15 @@ def test_a_share_that_was_delivered_before_a_restart_leaves_nothing_that_could_c
         assert not outer.residual[name].any() and not outer.counted[name].any()
 
 
+def test_no_offer_is_over_the_largest_weight() -> None:
+    """A cluster that comes back with most of an outer step trained may have to start where the others are."""
+    ledger = Ledger(spec_of(), 0, stormy=False)
+    most = 4 * 4 * 128
+    ledger.rank.unsent_tokens = most - 10
+    assert train(ledger.spec, ledger.rank)
+    assert ledger.weights[:2] == [most, 40]
+
+
 def test_the_alarm_speaks_once_and_only_when_the_error_buffer_stays_large() -> None:
     alarm = ErrorAlarm()
     heard = [alarm.hear(r) for r in (1.0, 4.0, None, 4.0, 2.9, 3.1, 3.2, 5.25, 9.0)]
