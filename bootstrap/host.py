@@ -62,6 +62,7 @@ async def _serve(
         write_atomic(state / "join-link", link + "\n")
         click.echo(f"serving run {signed.run_id} as peer {node.peer_id}")
         click.echo(f"join link, also in {state / 'join-link'}:\n\n{link}\n")
+        click.echo("on each machine that takes part: dilocox-peer join '<the link>'")
         if warning := reach_warning(maddrs):
             click.echo(f"warning: {warning}", err=True)
         with contextlib.closing(open_board(signed.run_id)) as board:

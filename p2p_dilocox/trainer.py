@@ -20,7 +20,7 @@ from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.round import Round, Rounds
 from p2p_dilocox.data import Batches
-from p2p_dilocox.errors import ClusterError, DriftedError
+from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
 from p2p_dilocox.events import (
     Evaluated,
     Event,
@@ -115,7 +115,8 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
     arrived = rank.pending is not None and rank.pending.ready()
     wish = rank.wish.value
     astray = bool(rank.progress.astray)  # only the lead, rank 0, looks at other clusters' histories
-    flags = [arrived, wish == Wish.LEAVE, wish == Wish.LEAVE_NOW, astray]
+    duplicate = bool(rank.progress.duplicate)
+    flags = [arrived, wish == Wish.LEAVE, wish == Wish.LEAVE_NOW, astray, duplicate]
     step = rank.pipeline.clip_([float(flag) for flag in flags])
     rank.h = rank.progress.h = h + 1
     if math.isfinite(step.loss) and math.isfinite(step.grad_norm):
@@ -141,6 +142,8 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
         )
     else:
         skip(spec, rank, step)
+    if step.extra[4]:
+        raise NotTrustedError(rank.progress.duplicate or "rank 0 found its identity in use elsewhere")
     if step.extra[3]:
         why = rank.progress.astray or "rank 0 found another history"
         raise ClusterError(f"{why}. The cluster has to fetch the state of the others.")

@@ -70,6 +70,7 @@ def check_history(files: tuple[Path, ...], as_json: bool) -> None:
 @click.option(
     "--announce", metavar="ADDR", help="Multiaddress under which others reach it; rank r takes port + r."
 )
+@click.option("--client", is_flag=True, help="Behind NAT: it dials out only, nobody can dial it.")
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Torch threads per process. Default: cores / processes."
 )
@@ -84,6 +85,7 @@ def join(
     name: str | None,
     listen: str | None,
     announce: str | None,
+    client: bool,
     threads: int | None,
     profile: str | None,
 ) -> None:
@@ -92,9 +94,20 @@ def join(
 
     options = JoinOptions(
         link=read_link(link, link_file), state_dir=state_dir, name=name, listen=listen, announce=announce,
-        devices=devices, threads=threads, profile=profile,
+        client=client, devices=devices, threads=threads, profile=profile,
     )  # fmt: skip
     raise SystemExit(join_run(options))
+
+
+@main.command("id")
+@click.option("--state-dir", required=True, type=STATE_DIR)
+def cluster_id(state_dir: Path) -> None:
+    """Print the id of the cluster of a state directory, for the organiser's list of members."""
+    from p2p_dilocox.state_dir import locked_state_dir
+    from p2p_dilocox.swarm.identity import SigningKey
+
+    with locked_state_dir(state_dir) as state:
+        click.echo(SigningKey.load_or_create(state / "cluster.key").cluster_id)
 
 
 @main.command()

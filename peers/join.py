@@ -38,6 +38,7 @@ class JoinOptions:
     threads: int | None = None
     listen: str | None = None
     announce: str | None = None
+    client: bool = False
 
 
 def read_link(text: str | None, file: Path | None) -> JoinLink:
@@ -62,6 +63,8 @@ def join_run(options: JoinOptions) -> int:
     listen = profile.listen if options.listen is None else options.listen
     announce = profile.announce if options.announce is None else options.announce
     wanted_devices = profile.devices if options.devices is None else options.devices
+    if options.client and (options.listen is not None or options.announce is not None):
+        raise LinkError("--client: nobody can dial this cluster. Leave out --listen and --announce.")
     check_port(check_maddr(listen))
     if announce is not None:
         check_maddr(announce, announce=True)
@@ -96,6 +99,7 @@ def join_run(options: JoinOptions) -> int:
                 "name": name,
                 "listen": shift_port(listen, rank),
                 "announce": shift_port(announce, rank) if announce else None,
+                "client": options.client,
             }
             for rank, device in enumerate(devices)
         ]

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -70,9 +71,11 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
                 run_id=link.run_id,
                 organiser=link.organiser,
                 initial_peers=link.peers,
-                host_maddrs=[config["listen"]],
+                # A client's ranks reach each other, and nobody else reaches them.
+                host_maddrs=["/ip4/127.0.0.1/tcp/0" if config["client"] else config["listen"]],
                 announce_maddrs=[config["announce"]] if config["announce"] else [],
                 identity_path=identity,
+                client_mode=config["client"],
             ),
             _NETWORK_S,
         )
@@ -153,6 +156,8 @@ def _build(
     for other in addresses:
         if other.peer != node.peer_id:
             network.call(node.connect(other.peer, other.maddrs), _NETWORK_S)
+    if config["client"]:
+        addresses = [msgspec.structs.replace(a, maddrs=[]) for a in addresses]
     lead = None
     if index == 0:
         company = Company(
@@ -214,8 +219,9 @@ def _enter_run(
     for _ in range(_DOWNLOADS):
         plan = _next_plan(spec, rank, lead, network)
         while plan.action == "wait":
-            say("waiting", f"{plan.detail}, {time.monotonic() - waiting_since:.0f} s")
-            time.sleep(0.5)
+            waited_s = time.monotonic() - waiting_since
+            say("waiting", f"{plan.detail}, {waited_s:.0f} s")
+            time.sleep(min(2.0, 0.5 + waited_s / 20))
             plan = _next_plan(spec, rank, lead, network)
         if plan.action == "leave":
             raise Leave(now=True)

@@ -25,6 +25,7 @@ from p2p_dilocox.events import Event, Phase, Warned, event_from_dict
 from p2p_dilocox.program import printable
 from p2p_dilocox.sinks import JsonlSink
 from p2p_dilocox.state_dir import write_atomic
+from p2p_dilocox.swarm.process import remove_sockets_of
 
 from .control import SOCKET_NAME, bind_control
 from .display import Display
@@ -249,6 +250,7 @@ class Supervisor:
         for rank in self._ranks:
             rank.process.wait()
             rank.channel.close()
+            remove_sockets_of(rank.process.pid)  # of one that was killed
         for pattern in ("worker-rank*.json", "rendezvous-*"):
             for path in self._state.glob(pattern):
                 path.unlink(missing_ok=True)

@@ -56,6 +56,7 @@ class Progress:
     tokens: int = 0
     lineages: dict[int, str] = field(default_factory=dict)  # of recent committed outer steps
     astray: str = ""  # why this cluster should give up its history for another one
+    duplicate: str = ""  # why this cluster has to go: its identity is in use elsewhere
 
     def move_to(self, t: int, outer: OuterState) -> None:
         """Outer step t is over and left `outer` behind."""
@@ -89,7 +90,6 @@ class Company:
         self.present: dict[str, Presence] = {}
         self.name, self._service, self._signed = name, service, signed
         self.gate = service.gate
-        self.duplicate = ""  # why we have to go: our identity is in use elsewhere
         self._since, self._published = time.time(), False
         self._ranks: dict[str, list[RankAddress]] = {}
         self._heart: asyncio.Task[None] | None = None
@@ -169,11 +169,10 @@ class Company:
             return
         if (mine.since, mine.ranks[0].maddrs) < (self._since, self.ranks[0].maddrs):
             where = ", ".join(mine.ranks[0].maddrs[:2]) or "elsewhere"
-            self.duplicate = (
+            self.progress.duplicate = (
                 f"cluster {self.me} is in this run already, from {where}. "
                 "Use another --state-dir: two machines cannot share one identity"
             )
-            self.progress.astray = self.duplicate
 
     async def greet(self) -> dict[str, Standing]:
         """Tell every other lead our presence now, and learn where each stands.

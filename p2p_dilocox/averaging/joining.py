@@ -36,8 +36,8 @@ async def make_plan(company: Company, outer: OuterState, min_clusters: int) -> P
     By looking we are seen: once our state is a recent one, the others' next round waits for us.
     """
     standings = await company.greet()
-    if company.duplicate:
-        return Plan(action="refused", detail=company.duplicate)
+    if company.progress.duplicate:
+        return Plan(action="refused", detail=company.progress.duplicate)
     best = max(standings, key=lambda c: (standings[c].committed_t, c), default=None)
     if best is not None and standings[best].committed_t > 0:
         standing = standings[best]

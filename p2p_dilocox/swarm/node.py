@@ -36,9 +36,9 @@ _DHT_S = 10.0
 class Node:
     """Made by `start`, ended by `close`; both in the same event loop, whose thread must outlive the node."""
 
-    def __init__(self, run_id: str, p2p: P2P, dht: DHTNode, sockets: Path, client_mode: bool) -> None:
+    def __init__(self, run_id: str, p2p: P2P, dht: DHTNode, sockets: Path, listens: bool) -> None:
         self.run_id = run_id
-        self._sockets, self._client_mode = sockets, client_mode
+        self._sockets, self._listens = sockets, listens
         self.p2p = p2p
         self.dht = dht
         self.peer_id = str(p2p.peer_id)
@@ -60,7 +60,8 @@ class Node:
         initial_peers: full multiaddresses, dialled all at once; dead ones are skipped. If all are dead this
         raises
             UnreachableError rather than start a swarm of one.
-        host_maddrs: where to listen; nothing for client_mode.
+        host_maddrs: where to listen; none: nowhere.
+        client_mode: nobody is to dial this peer, so it keeps no records for others.
         announce_maddrs: what to tell others instead of it.
         Raises LinkError if the addresses cannot be listened on.
         """
@@ -68,10 +69,10 @@ class Node:
         with _children_die_with_us():
             try:
                 p2p = await _p2p_in(sockets).create(
-                    host_maddrs=None if client_mode else list(host_maddrs),
+                    host_maddrs=list(host_maddrs) or None,
                     announce_maddrs=list(announce_maddrs) or None,
                     identity_path=str(identity_path) if identity_path else None,
-                    no_listen=client_mode,
+                    no_listen=not host_maddrs,
                     dht_mode="client" if client_mode else "server",
                     check_if_identity_free=False,
                 )
@@ -100,11 +101,11 @@ class Node:
                     f"the swarm does not accept this machine: {error}. Is its clock right (NTP)?"
                 ) from error
             raise
-        return cls(run_id, p2p, dht, sockets, client_mode)
+        return cls(run_id, p2p, dht, sockets, bool(host_maddrs))
 
     async def maddrs(self) -> list[str]:
-        """Full multiaddresses, ending in /p2p/<our id>, at which others may dial us; none in client mode."""
-        if self._client_mode:
+        """Full multiaddresses, ending in /p2p/<our id>, at which others may dial us."""
+        if not self._listens:
             return []
         return [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]
 

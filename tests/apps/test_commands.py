@@ -48,7 +48,9 @@ def test_the_options_of_every_command_are_frozen() -> None:
         "check-history": "--json files",
         "demo": "--clusters --out --run",
         "export": "out state_dir",
-        "join": "--announce --cluster --devices --link-file --listen --name --state-dir --threads link",
+        "id": "--state-dir",
+        "join": "--announce --client --cluster --devices --link-file --listen --name --state-dir "
+        "--threads link",
         "leave": "--now --state-dir",
         "plot": "--out state_dirs",
         "status": "--json --state-dir link",

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -137,6 +138,46 @@ def test_a_signal_ends_it_while_the_bootstrap_node_gives_no_answer(
             assert cluster.wait(timeout_s=10) == status
     assert "Traceback" not in cluster.output
     assert wait_for_end(list(descendants), 0) == []
+
+
+def test_a_cluster_behind_nat_averages_with_one_that_can_be_dialled(
+    endless_run: str, tmp_path: Path, start: Start
+) -> None:
+    dialled = join(start, endless_run, tmp_path / "dialled", devices="cpu:1")
+    options = ["--client", "--devices", "cpu:2", "--threads", "1"]
+    hidden = start("dilocox-peer", "join", endless_run, "--state-dir", tmp_path / "hidden", *options)
+    hidden.read_until("committed  2 clusters")
+    clusters = json.loads(peer("status", "--json", endless_run).stdout)
+    assert len(clusters) == 2
+    for program in (hidden, dialled):
+        program.send(signal.SIGINT)
+    for program in (hidden, dialled):
+        assert program.wait() == 130
+    assert peer("check-history", tmp_path / "dialled", tmp_path / "hidden").returncode == 0
+    refused = peer("join", endless_run, "--client", "--listen", LOOPBACK, "--state-dir", tmp_path / "no")
+    assert refused.returncode == 2
+    assert "Leave out --listen" in refused.stderr
+
+
+def test_of_two_machines_with_one_identity_the_second_has_to_go(
+    endless_run: str, tmp_path: Path, start: Start
+) -> None:
+    """Field report I3."""
+    first = join(start, endless_run, tmp_path / "first", devices="cpu:1")
+    copy = tmp_path / "copy"
+    copy.mkdir(mode=0o700)
+    shutil.copy2(tmp_path / "first" / "cluster.key", copy)
+    status = json.loads(peer("status", "--json", "--state-dir", tmp_path / "first").stdout)
+    assert peer("id", "--state-dir", copy).stdout.strip() == status["cluster_id"]
+    second = start(
+        "dilocox-peer", "join", endless_run, "--state-dir", copy, "--devices", "cpu:1", "--threads", "1"
+    )
+    assert second.wait(timeout_s=60) == 4
+    assert "is in this run already" in second.output and "--state-dir" in second.output
+    before = json.loads(peer("status", "--json", "--state-dir", tmp_path / "first").stdout)["committed"]
+    first.read_until(f"outer {before + 2} committed")
+    first.send(signal.SIGINT)
+    assert first.wait() == 130
 
 
 def test_the_status_of_a_run_is_json_whatever_a_cluster_says(endless_run: str) -> None:

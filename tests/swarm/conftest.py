@@ -102,7 +102,7 @@ class SwarmRank:
                 organiser=organiser,
                 initial_peers=peers,
                 client_mode=client,
-                host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+                host_maddrs=[] if client else ["/ip4/127.0.0.1/tcp/0"],
             ),  # fmt: skip
             30,
         )
