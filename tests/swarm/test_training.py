@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from p2p_dilocox.checkpoint.store import newest
 from p2p_dilocox.data import Batches, load_tokens
+from p2p_dilocox.errors import DriftedError
 from p2p_dilocox.events import Event, Finished, InnerStep, Phase, RoundCommitted, StepSkipped, Warned
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.invariants import check_history, read_history
@@ -237,6 +238,27 @@ def test_a_cluster_that_joins_half_way_has_the_learning_rates_of_the_others(
             cosine = 0.5 * (1 + math.cos(math.pi * (n - warm_up) / (total - warm_up)))
             expected = peak * ((n + 1) / warm_up if n < warm_up else 0.1 + 0.9 * cosine)
             assert e.lr == pytest.approx(expected, rel=1e-12)
+
+
+def test_another_start_is_found_at_the_first_roll_call(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], rank_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field report C8: one of three clusters has drawn its initial parameters from another seed."""
+    build = rank_module.build_span
+
+    def drawn(*args: Any, seed: int, **kwargs: Any) -> Any:
+        return build(*args, seed=seed + (threading.current_thread().name == "other"), **kwargs)
+
+    monkeypatch.setattr(rank_module, "build_span", drawn)
+    net = swarm(run_text(outer_steps=3, min_clusters=3, more="[compression]\nlowrank = 8\n"))
+    peers = [join(net, name) for name in ("a", "b", "other")]
+    with pytest.raises(DriftedError):
+        peers[2].finish()
+    assert peers[0].finish().parameter_digests == peers[1].finish().parameter_digests
+    for peer in peers[:2]:
+        committed = [e for e in peer.events if isinstance(e, RoundCommitted)]
+        assert [(e.t, len(e.members)) for e in committed] == [(t, 2) for t in (1, 2, 3)]
+    assert not any(isinstance(e, RoundCommitted) for e in peers[2].events)
 
 
 @pytest.mark.parametrize("h", [1, 3])  # the last one: nothing to offer, weight 0
