@@ -14,6 +14,7 @@ from p2p_dilocox.state_dir import write_atomic
 from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
 from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.patience import within
 from p2p_dilocox.swarm.records import RUN_LIFE_S
 from p2p_dilocox.swarm.signed import SignedRun, sign_run
 
@@ -71,7 +72,7 @@ async def _serve(
         # A service manager sends SIGTERM to p2pd as well: what breaks on its sockets now is no news.
         loop.set_exception_handler(lambda _loop, _context: None)
         with contextlib.suppress(asyncio.TimeoutError, OSError):
-            await asyncio.wait_for(node.close(), _CLOSE_S)
+            await within(node.close(), _CLOSE_S)
     click.echo("stopped")
 
 
@@ -89,7 +90,7 @@ async def _watch(node: Node, signed: SignedRun, board: Board, stop: asyncio.Even
         except DilocoxError as error:
             board.warn(str(error))
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(stop.wait(), _POLL_S)
+            await within(stop.wait(), _POLL_S)
 
 
 async def _first(task: "asyncio.Task[Node]", stop: asyncio.Event) -> bool:

@@ -13,6 +13,7 @@ from p2p_dilocox.errors import UnreachableError
 from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.messages import Presence
 from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.patience import within
 
 __all__ = ["fetch_spec", "list_clusters"]
 
@@ -67,7 +68,7 @@ async def _until_signal(body: Coroutine[Any, Any, _T], wanted: str) -> _T:
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
     try:
-        return await asyncio.wait_for(body, _VISIT_S)
+        return await within(body, _VISIT_S)
     except TimeoutError as error:
         raise UnreachableError(f"no {wanted} from the peers of the link within {_VISIT_S:.0f} s.") from error
     except asyncio.CancelledError:

@@ -26,6 +26,7 @@ from p2p_dilocox.swarm.messages import (
     seal,
 )  # fmt: skip
 from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.patience import within
 from p2p_dilocox.swarm.records import RUN_LIFE_S
 from p2p_dilocox.swarm.signed import SignedRun
 
@@ -103,7 +104,7 @@ class Company:
             self._heart.cancel()
             await asyncio.gather(self._heart, return_exceptions=True)
         self.progress.state = "left"
-        await asyncio.wait_for(self.node.publish_presence(self.key, self.presence()), self.timeouts.reply_s)
+        await within(self.node.publish_presence(self.key, self.presence()), self.timeouts.reply_s)
 
     def presence(self) -> Presence:
         p = self.progress

@@ -16,12 +16,14 @@ from p2p_dilocox.averaging.butterfly import Averaging
 from p2p_dilocox.averaging.deadlines import Deadline
 from p2p_dilocox.averaging.fault import Aborted, MemberFault
 from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.swarm.patience import within
 from p2p_dilocox.swarm.stream import Frame, Refused, Silent, Stream
 
 __all__ = ["Budget", "Exchange", "Traffic"]
 
 _MEASURED_BYTES = 4 << 20  # less says nothing about a link: it fits into the buffers on the way
 _ABORTED = "aborted: "
+_PARTING: set[asyncio.Task[None]] = set()  # else nothing would hold them
 
 
 class Traffic:
@@ -176,12 +178,12 @@ class Exchange:
         line, patience_s = self._lines[member], 2 * self._budget.stall_s
         try:
             if self._dials[member]:
-                line.stream.set_result(await asyncio.wait_for(self._dial(self._peers[member]), patience_s))
-            stream = await asyncio.wait_for(asyncio.shield(line.stream), patience_s)
+                line.stream.set_result(await within(self._dial(self._peers[member]), patience_s))
+            stream = await within(asyncio.shield(line.stream), patience_s)
         except TimeoutError:
             raise MemberFault(member, f"did not begin within {patience_s:.1f} s") from None
         except Exception as error:  # noqa: BLE001 (p2pd has many ways to say that a peer cannot be reached)
-            raise MemberFault(member, f"cannot be reached: {error}") from error
+            raise MemberFault(member, f"cannot be reached: {error}", gone=True) from error
         halves = [asyncio.create_task(half(member, stream)) for half in (self._send, self._receive)]
         try:
             await asyncio.gather(*halves)
@@ -191,8 +193,9 @@ class Exchange:
             if text.startswith(_ABORTED):
                 raise Aborted(text.removeprefix(_ABORTED)) from error
             raise MemberFault(member, f"refused: {text}") from error
-        except (Silent, ConnectionError, NotTrustedError) as error:
-            raise MemberFault(member, str(error)) from error
+        except (ConnectionError, NotTrustedError) as error:
+            gone = isinstance(error, ConnectionError) and not isinstance(error, Silent)
+            raise MemberFault(member, str(error), gone=gone) from error
         except ValueError as error:
             raise Aborted(f"our own contribution cannot be coded: {error}") from error
         finally:
@@ -212,7 +215,7 @@ class Exchange:
         here = self._lines[member].all_here
         while not here.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(here.wait(), self._budget.stall_s / 4)
+                await within(here.wait(), self._budget.stall_s / 4)
             if not here.is_set():
                 await stream.send(Frame.WAIT, b"", self._budget.stall_s)
         with contextlib.suppress(ConnectionError):  # it may have ended first
@@ -273,14 +276,24 @@ class Exchange:
             raise MemberFault(slow[0], f"was too slow: {came} of {due} messages after {after_s:.1f} s")
 
     async def _hang_up(self, reason: str) -> None:
-        """Tell those who still wait for us that this is over, and free the streams."""
+        """Tell those who still wait for us that this is over, and free the streams.
+
+        What we say last would be lost if we closed the stream behind it: who is told closes, we wait for
+        that.
+        """
         lines = [line for line in self._lines.values() if line.stream.done() and not line.stream.cancelled()]
         lines = [line for line in lines if line.stream.exception() is None]
         await asyncio.gather(
             *(li.stream.result().refuse(_ABORTED + reason) for li in lines if not li.finished)
         )
-        for line in lines:
-            line.stream.result().close()
         for line in self._lines.values():
             line.stream.cancel()
-        self._over.set()
+
+        async def part() -> None:
+            ends = [li.stream.result().end(self._budget.stall_s, wait=not li.finished) for li in lines]
+            await asyncio.gather(*ends, return_exceptions=True)
+            self._over.set()
+
+        parting = asyncio.create_task(part())
+        _PARTING.add(parting)
+        parting.add_done_callback(_PARTING.discard)

@@ -6,9 +6,10 @@ __all__ = ["Aborted", "MemberFault"]
 class MemberFault(Exception):
     """A member did what must not be averaged, or nothing for too long. `member`: its index."""
 
-    def __init__(self, member: int, reason: str) -> None:
+    def __init__(self, member: int, reason: str, *, gone: bool = False) -> None:
+        """gone: its connection ended, because it died, or because it had ended the round already."""
         super().__init__(reason)
-        self.member = member
+        self.member, self.gone = member, gone
 
 
 class Aborted(Exception):

@@ -30,6 +30,7 @@ from p2p_dilocox.swarm.messages import (
     open_sealed,
     seal,
 )  # fmt: skip
+from p2p_dilocox.swarm.patience import within
 
 __all__ = ["Lead"]
 
@@ -50,6 +51,7 @@ class _Attempt:
     digests: dict[int, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     accused: dict[str, str] = field(default_factory=dict)
+    gone: dict[str, str] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     decision: asyncio.Future[Decision] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -159,11 +161,17 @@ class Lead:
         if roster is None:
             raise ClusterError(f"no roll call for outer step {t}, attempt {attempt}: nothing to vote on")
         try:
-            await asyncio.wait_for(entry.complete.wait(), max(0.01, deadline.remaining()))
+            await within(entry.complete.wait(), max(0.01, deadline.remaining()))
             digest = combined_digest(entry.digests)
         except TimeoutError:
             digest = ""
             entry.reasons.append("a stage of this cluster was not averaged before the deadline")
+        for cluster, why in entry.gone.items():
+            # One that ends an averaging closes its streams: who still answers is not to blame.
+            if await self.company.standing_of(cluster) is None:
+                entry.accused[cluster] = why
+            else:
+                entry.reasons.append(f"lost the connection to cluster {cluster}: {why}")
         if entry.accused:
             digest = ""
             entry.reasons += [f"cluster {c} {why}" for c, why in entry.accused.items()]
@@ -252,7 +260,7 @@ class Lead:
     async def on_call(self, ask: Ask) -> CallReply:
         entry = self._attempt(ask.t, ask.attempt)
         try:
-            await asyncio.wait_for(entry.ready.wait(), self.timeouts.poll_s)
+            await within(entry.ready.wait(), self.timeouts.poll_s)
         except TimeoutError:
             return CallReply()
         reply = entry.reply or CallReply()
@@ -270,6 +278,7 @@ class Lead:
         entry = self._attempt(done.t, done.attempt)
         entry.digests.update({int(stage): digest for stage, digest in done.digests.items()})
         entry.accused |= done.accused
+        entry.gone |= done.gone
         if done.reason and done.reason not in entry.reasons:
             entry.reasons.append(done.reason)
         if len(entry.digests) == self.num_stages or not all(entry.digests.values()):

@@ -21,6 +21,7 @@ from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.outer import same_anchor
 from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.messages import PROTOCOL, Call, CallReply, Ready, Standing, open_sealed
+from p2p_dilocox.swarm.patience import within
 
 __all__ = ["RollCalls", "Roster", "coordinator_order", "read_call"]
 
@@ -204,7 +205,7 @@ class RollCalls:
             roll.sealed[ready.cluster_id], roll.ready[ready.cluster_id] = sealed, ready
             roll.arrived.set()
             try:
-                await asyncio.wait_for(roll.closed.wait(), self.timeouts.poll_s)
+                await within(roll.closed.wait(), self.timeouts.poll_s)
             except TimeoutError:
                 return CallReply()
         if ready.cluster_id in roll.drifted:
@@ -229,7 +230,7 @@ class RollCalls:
                 break
             roll.arrived.clear()
             try:
-                await asyncio.wait_for(roll.arrived.wait(), min(1.0, self.timeouts.poll_s))
+                await within(roll.arrived.wait(), min(1.0, self.timeouts.poll_s))
             except TimeoutError:
                 standings = await asyncio.gather(*(self.standing_of(c) for c in missing))
                 dead.update(c for c, standing in zip(missing, standings, strict=True) if standing is None)
@@ -240,7 +241,9 @@ class RollCalls:
                     roll.closed.set()
                     return
         members = self._members(roll)
-        if any(roll.ready[c].weight > 0 for c in members):
+        alive = len(members) + len([c for c in missing if c not in dead])
+        # A few may not go on while most are alive and late: that would part the run in two.
+        if any(roll.ready[c].weight > 0 for c in members) and 2 * len(members) >= alive:
             roll.call = Call(
                 t=key[0],
                 attempt=key[1],

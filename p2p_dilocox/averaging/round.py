@@ -46,6 +46,7 @@ from p2p_dilocox.swarm.messages import (
     Result,
     StageDone,
 )
+from p2p_dilocox.swarm.patience import within
 
 __all__ = ["Round", "Rounds", "codec_thread"]
 
@@ -142,13 +143,12 @@ class Rounds:
 
     def _launch(self, t: int, body: Coroutine[Any, Any, Outcome]) -> Round:
         async def bounded() -> Outcome:
+            limit_s = 3 * self._timeouts.round_s
             try:
-                async with asyncio.timeout(
-                    3 * self._timeouts.round_s
-                ):  # each wait has its own; this one is the last
-                    return await body
+                return await within(body, limit_s)  # each wait has its own limit; this one is the last
             except (ClusterError, *CALL_FAILED) as error:
-                return Outcome(t, reason=str(error), failed=True, drifted=isinstance(error, DriftedError))
+                why = str(error) or f"{type(error).__name__} after {limit_s:.0f} s at most"
+                return Outcome(t, reason=why, failed=True, drifted=isinstance(error, DriftedError))
             finally:
                 self._progress.in_flight = 0
 
@@ -205,7 +205,10 @@ class Rounds:
     ) -> tuple[StageDone, _Averaged | None]:
         """Average every stage we hold with the roster's members. A stage that fails has "" for a digest."""
         started = time.monotonic()
-        digests, reasons, accused = {}, [], {}
+        digests: dict[str, str] = {}
+        reasons: list[str] = []
+        accused: dict[str, str] = {}
+        gone: dict[str, str] = {}
         averages: dict[int, tuple[Average, Average]] = {}
         chunks: dict[int, list[bytes]] = {}
         budget = self._budget(deadline.within(roster.remaining_s))
@@ -216,7 +219,7 @@ class Rounds:
                 p, q = await self._exchange(t, roster, stage, code, vectors[stage], budget)
             except MemberFault as fault:
                 digests[str(stage)] = ""
-                accused[roster.ids[fault.member]] = str(fault)[:500]
+                (gone if fault.gone else accused)[roster.ids[fault.member]] = str(fault)[:500]
                 return
             except (Aborted, *CALL_FAILED) as error:
                 digests[str(stage)] = ""
@@ -228,7 +231,12 @@ class Rounds:
 
         await asyncio.gather(*(one(stage) for stage in coded))
         done = StageDone(
-            t=t, attempt=roster.attempt, digests=digests, reason="; ".join(reasons)[:500], accused=accused
+            t=t,
+            attempt=roster.attempt,
+            digests=digests,
+            reason="; ".join(reasons)[:500],
+            accused=accused,
+            gone=gone,
         )
         if len(averages) < len(coded):
             return done, None

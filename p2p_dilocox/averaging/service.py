@@ -32,6 +32,7 @@ from p2p_dilocox.swarm.messages import (
     unpack,
 )  # fmt: skip
 from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.patience import within
 from p2p_dilocox.swarm.stream import Frame, Stream, dial, serve
 
 __all__ = ["Desk", "ExchangeKey", "Service"]
@@ -186,7 +187,7 @@ class Service(ServicerBase):
         with self._counted(stream):
             future = self._future(key)
             try:
-                exchange = await asyncio.wait_for(asyncio.shield(future), self._patience_s)
+                exchange = await within(asyncio.shield(future), self._patience_s)
             except TimeoutError:
                 if not future.done():
                     self._exchanges.pop(key, None)

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.messages import Outcome, Vote, Votes, open_sealed
+from p2p_dilocox.swarm.patience import within
 
 __all__ = ["Ballot", "check_votes"]
 
@@ -128,7 +129,7 @@ class Ballot:
         final = [m for m in others if m not in self._lost] if teller in (self.me, *self._lost) else [teller]
         if self.outcome == "aborted" or teller != self.me:
             await asyncio.gather(
-                *(asyncio.wait_for(tell(m, self.message()), timeouts.reply_s) for m in final),
+                *(within(tell(m, self.message()), timeouts.reply_s) for m in final),
                 return_exceptions=True,
             )
         return self.outcome
@@ -235,6 +236,6 @@ def check_votes(
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     try:
-        await asyncio.wait_for(event.wait(), timeout_s)
+        await within(event.wait(), timeout_s)
     except TimeoutError:
         return

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from p2p_dilocox.swarm.patience import within
+
 __all__ = ["NetworkThread"]
 
 _T = TypeVar("_T")
@@ -22,7 +24,7 @@ class NetworkThread:
     def call(self, body: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
         """Run `body` in the loop and wait for its result. Raises
         TimeoutError, after cancelling it, if it takes longer."""
-        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(body, timeout_s), self.loop)
+        future = asyncio.run_coroutine_threadsafe(within(body, timeout_s), self.loop)
         return future.result(timeout_s + 5.0)
 
     def close(self) -> None:

@@ -198,7 +198,7 @@ class Votes(Message, frozen=True, kw_only=True):
 class StageDone(Message, frozen=True, kw_only=True):
     """A rank tells its lead the digests of its stages' averages in (t, attempt); "" if it has none.
 
-    `accused`: which member made it fail, and how.
+    `accused`: which member made it fail, and how. `gone`: whose connection ended, dead or not.
     """
 
     t: Count
@@ -206,6 +206,7 @@ class StageDone(Message, frozen=True, kw_only=True):
     digests: Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=4096)]
     reason: Reason = ""
     accused: Annotated[dict[ClusterId, Reason], msgspec.Meta(max_length=256)] = {}
+    gone: Annotated[dict[ClusterId, Reason], msgspec.Meta(max_length=256)] = {}
 
 
 class Decision(Message, frozen=True, kw_only=True):

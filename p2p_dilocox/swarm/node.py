@@ -23,6 +23,7 @@ from p2p_dilocox.swarm.calls import survive_cancelled_calls
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.keys import clusters_key, run_key
 from p2p_dilocox.swarm.messages import Presence, open_sealed, seal
+from p2p_dilocox.swarm.patience import within
 from p2p_dilocox.swarm.process import die_with_parent, make_socket_dir
 from p2p_dilocox.swarm.records import PRESENCE_LIFE_S, RUN_LIFE_S, RunRecords
 from p2p_dilocox.swarm.signed import SignedRun
@@ -115,7 +116,7 @@ class Node:
             addresses = [
                 Multiaddr(m).decapsulate("/p2p/" + peer) if "/p2p/" in m else Multiaddr(m) for m in maddrs
             ]
-            await asyncio.wait_for(self.p2p._client.connect(PeerID.from_base58(peer), addresses), _DIAL_S)
+            await within(self.p2p._client.connect(PeerID.from_base58(peer), addresses), _DIAL_S)
 
     async def publish_run(self, signed: SignedRun) -> bool:
         """Store the run spec for RUN_LIFE_S seconds; whoever holds it may refresh it."""
@@ -126,7 +127,7 @@ class Node:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
-                found = await asyncio.wait_for(self.dht.get(run_key(self.run_id), latest=True), _DHT_S)
+                found = await within(self.dht.get(run_key(self.run_id), latest=True), _DHT_S)
                 if found is not None:
                     return SignedRun.from_bytes(found.value)
             if asyncio.get_running_loop().time() > deadline:
@@ -147,7 +148,7 @@ class Node:
         """The clusters that were heard of in the last PRESENCE_LIFE_S
         seconds, by id; those that left are not in it."""
         try:
-            found = await asyncio.wait_for(self.dht.get(clusters_key(self.run_id), latest=True), _DHT_S)
+            found = await within(self.dht.get(clusters_key(self.run_id), latest=True), _DHT_S)
         except TimeoutError:
             return {}
         present: dict[str, Presence] = {}
@@ -177,7 +178,7 @@ async def _dial_all(p2p: P2P, peers: Sequence[str]) -> list[str]:
         maddr = Multiaddr(peer)
         peer_id = maddr["p2p"]
         try:
-            await asyncio.wait_for(
+            await within(
                 p2p._client.connect(PeerID.from_base58(peer_id), [maddr.decapsulate(f"/p2p/{peer_id}")]),
                 _DIAL_S,
             )

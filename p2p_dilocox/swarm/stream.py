@@ -15,6 +15,7 @@ from enum import IntEnum
 from hivemind.p2p import P2P, PeerID
 
 from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.swarm.patience import within
 
 __all__ = ["Frame", "Refused", "Silent", "Stream", "dial", "serve"]
 
@@ -55,7 +56,7 @@ class Stream:
         try:
             for start in range(0, len(view), _SLICE):
                 self._writer.write(view[start : start + _SLICE])
-                await asyncio.wait_for(self._writer.drain(), patience_s)
+                await within(self._writer.drain(), patience_s)
         except TimeoutError:
             raise Silent(f"took nothing for {patience_s:.1f} s") from None
         except OSError as error:
@@ -84,6 +85,15 @@ class Stream:
         with contextlib.suppress(ConnectionError, TimeoutError):
             await self.send(Frame.REFUSAL, reason.encode()[:_REASON_BYTES], 1.0)
 
+    async def end(self, patience_s: float, *, wait: bool) -> None:
+        """Close; `wait`: when the other side has, which reads what we sent last, or after patience_s."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        with contextlib.suppress(ConnectionError, NotTrustedError, TimeoutError):
+            while wait:
+                left_s = deadline - asyncio.get_running_loop().time()
+                await within(self.receive(1 << 22, patience_s), max(0.0, left_s))
+        self.close()
+
     def close(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # the event loop or the socket is closed already
             self._writer.close()
@@ -99,7 +109,7 @@ class Stream:
 
     async def _some(self, most: int, patience_s: float) -> bytes:
         try:
-            data = await asyncio.wait_for(self._reader.read(most), patience_s)
+            data = await within(self._reader.read(most), patience_s)
         except TimeoutError:
             raise Silent(f"sent nothing for {patience_s:.1f} s") from None
         except OSError as error:
@@ -112,7 +122,7 @@ class Stream:
 async def dial(p2p: P2P, peer: str, name: str, patience_s: float) -> Stream:
     """Open the stream `name` to a peer. Raises what p2pd says, TimeoutError after patience_s."""
     target = PeerID.from_base58(peer)
-    _, reader, writer = await asyncio.wait_for(p2p.call_binary_stream_handler(target, name), patience_s)
+    _, reader, writer = await within(p2p.call_binary_stream_handler(target, name), patience_s)
     return Stream(peer, reader, writer)
 
 

@@ -199,6 +199,17 @@ def test_names_say_what_a_thing_is() -> None:
     assert wrong == []
 
 
+def test_no_wait_loses_a_cancellation() -> None:
+    """asyncio.wait_for does in Python 3.11, see swarm/patience.py."""
+    wrong = [
+        place(path, node.lineno)
+        for path in (*LIBRARY, *PROGRAMS)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and dotted(node.func) == "asyncio.wait_for"
+    ]
+    assert wrong == []
+
+
 def test_bytes_of_others_cannot_become_code() -> None:
     wrong = []
     for path in EVERYTHING:
