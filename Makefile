@@ -19,7 +19,8 @@ lint: $(VENV)/dev.stamp ## What a change must pass before it is tested.
 	$(BIN)/codespell
 
 bench: $(VENV)/run.stamp ## The measurements that the README quotes.
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in benchmarks/*.py; do \
+		name=benchmarks.$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m $$name; done
 
 clean: ## Everything that the other targets made, the virtual environment included.
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

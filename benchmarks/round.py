@@ -1,250 +1,297 @@
 """One averaging round among D clusters, each a process of its own, beside hivemind's own averager in fp16.
 
-    python benchmarks/round.py [--clusters 2 4] [--side 1024] [--rounds 7] [--json]
+    python -m benchmarks.round [--clusters 2 4 8] [--rates 100mbit 1gbit] [--side 2048] [--rounds 5]
 
-Every cluster has four matrices [side, side] and a vector. "ours" is a whole round of the recipe `dilocox`:
-roll call, both phases, votes, decoding, error feedback. "empty" is the same with almost nothing to average:
-what agreeing costs. "hivemind fp16" is DecentralizedAverager.step with an exact target group size. Seconds
-are medians over rounds of the slowest cluster. All share this machine's cores: compare columns, not machines.
+Every cluster has four matrices [side, side] and a vector, as dense int4 or fp16. A round is a whole one: roll
+call, averaging, votes. "empty" is one with almost nothing to average: what agreeing costs. hivemind is
+DecentralizedAverager.step with an exact target group size. Seconds are medians over rounds of the slowest
+cluster; ideal_s is what the link needs for the coded size times 2 (D - 1) / D. All share this machine's
+cores: compare columns, not machines. Links are those of benchmarks/links.py; without them, loopback only.
+
+Options: --json prints one object, --save writes it to benchmarks/results/round.json.
 """
 
 import argparse
-import asyncio
+import contextlib
+import datetime
 import json
-import math
 import os
+import platform
+import queue
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-SPEC = """
-[run]
-id = "bench"
-recipe = "{recipe}"
-outer_steps = 1000
-min_clusters = {clusters}
-[model.config]
-model_type = "llama"
-vocab_size = 2048
-hidden_size = 64
-intermediate_size = 128
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 2
-[inner]
-H = 1
-batch_size = 1
-lr = 1e-3
-"""
+from benchmarks.links import Links, bits_per_s, why_not
+from tests.faults.crew import Crew, members_of, spec_text
+from tests.faults.nursery import ROOT
+
+RESULTS = Path(__file__).parent / "results" / "round.json"
+MATRICES = 4
+COMPRESSION = {
+    "int4": "[compression]\nbits = 4\nreturn_bits = 4\nlowrank = 0\ngather_up_to = 0\n",
+    "fp16": "[compression]\nbits = 16\nreturn_bits = 16\nlowrank = 0\ngather_up_to = 0\n",
+}
+ROUND_S = 120
+STOCK_S = 300.0
+Row = dict[str, Any]
 
 
-def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> list[dict[str, float]]:
-    import torch
+class Places:
+    """Where D clusters run: all on loopback, or each on a host of its own whose link can be changed."""
 
-    from p2p_dilocox.averaging.coded import stage_layout
-    from p2p_dilocox.averaging.company import Company, Progress
-    from p2p_dilocox.averaging.deadlines import Timeouts
-    from p2p_dilocox.averaging.lead import Lead
-    from p2p_dilocox.averaging.offer import Offer
-    from p2p_dilocox.averaging.round import Rounds, codec_thread
-    from p2p_dilocox.averaging.service import Service
-    from p2p_dilocox.lineage import genesis
-    from p2p_dilocox.outer import OuterState
-    from p2p_dilocox.runspec import parse_run
-    from p2p_dilocox.swarm.gate import Gate
-    from p2p_dilocox.swarm.identity import SigningKey
-    from p2p_dilocox.swarm.loop import NetworkThread
-    from p2p_dilocox.swarm.messages import RankAddress
-    from p2p_dilocox.swarm.node import Node
-    from p2p_dilocox.swarm.signed import SignedRun, spec_digest
+    def __init__(self, links: Links | None) -> None:
+        self.links = links
 
-    torch.set_num_threads(1)
-    text = SPEC.format(recipe="dilocox", clusters=clusters)
-    spec, digest, timeouts = parse_run(text), spec_digest(text), Timeouts(60.0)
-    theta = {f"matrix{i}": torch.randn(side, side) for i in range(4)} | {"vector": torch.randn(side)}
-    outer = OuterState(spec, theta, frozenset(), genesis(digest))
-    progress, key, network = (
-        Progress(lineage=outer.lineage, state="training"),
-        SigningKey.generate(),
-        NetworkThread(),
-    )
-    node = network.call(
-        Node.start(
-            run_id="bench",
-            organiser=bytes.fromhex(link["organiser"]),
-            initial_peers=link["peers"],
-            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-        ),
-        30.0,
-    )
-    service = Service(
-        node,
-        Gate(key, "bench", node.peer_id),
-        patience_s=60.0,
-        average_of=lambda t, stage: made.kept.average_of(t, stage),
-        snapshot_of=lambda stage: b"",
-    )
-    address = RankAddress(
-        peer=node.peer_id, maddrs=network.call(node.maddrs(), 10.0), first_stage=0, last_stage=0
-    )
-    company = Company(
-        node=node, service=service, key=key, name="bench", ranks=[address],
-        signed=SignedRun.from_bytes(bytes.fromhex(link["signed"])), timeouts=timeouts, progress=progress,
-    )  # fmt: skip
-    lead = Lead(
-        company,
-        spec_digest=digest,
-        num_stages=1,
-        min_clusters=clusters,
-        weight_cap=1.0,
-        result_after=lambda t: made.kept.result_after(t),
-    )
-    service.desk = lead
-    layout = stage_layout(outer, list(theta), frozenset())
-    made = Rounds(
-        loop=network.loop, service=service, outer=outer, layouts={0: layout}, me=key.cluster_id, lead=lead,
-        lead_peer=node.peer_id, progress=progress, timeouts=timeouts, weight_cap=1.0,
-        codec=codec_thread(),
-    )  # fmt: skip
-    network.call(service.start([node.peer_id]), 10.0)
-    network.call(company.start(), 10.0)
-    coded = layout.coded_bytes()
-    predicted = (clusters - 1) / clusters * (coded.contribution + coded.average)
-    results = []
-    for t in range(1, rounds + 1):
-        for p in theta.values():
-            p.sub_(0.01 * torch.randn_like(p))
-        outer.contribute(theta)
-        norm = math.sqrt(sum(float(r.double().square().sum()) for r in outer.residual.values()))
-        started = time.monotonic()
-        outcome = made.start(t, Offer(1.0, norm)).wait(lambda: False)
-        assert outcome is not None
-        assert len(outcome.steps[0].members) == clusters, outcome.reason
-        step = outcome.steps[0]
-        assert step.own is not None
-        outer.commit(step.average, step.own)
-        with outer.restart_(theta, 0.5):
-            outer.step(step.average, t, step.members, step.digest)
-        seconds = time.monotonic() - started
-        progress.move_to(t, outer)
-        results.append({"seconds": seconds, "sent": outcome.sent_bytes, "predicted": predicted})
-    network.call(lead.close(), 10.0)
-    network.call(node.close(), 10.0)
-    network.close()
-    return results
+    def of(self, number: int) -> tuple[str, str]:
+        """Network namespace and address."""
+        if self.links is None:
+            return "", "127.0.0.1"
+        return self.links.namespace(number), self.links.address(number)
+
+    def all(self, clusters: int) -> list[tuple[str, str]]:
+        return [self.of(number) for number in range(clusters)]
+
+    def set_rate(self, clusters: int, rate: str) -> None:
+        if self.links is not None:
+            for number in range(clusters):
+                self.links.set_rate(number, rate)
+
+    def sent_bytes(self, clusters: int) -> int:
+        """By all hosts, as their interfaces count."""
+        if self.links is None:
+            return 0
+        return sum(self.links.count_bytes(number)[0] for number in range(clusters))
 
 
-def stock_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> list[dict[str, float]]:
+def our_rounds(
+    clusters: int, places: Places, rates: list[str], side: int, rounds: int, kind: str
+) -> list[Row]:
+    """For every rate a row; kind: of COMPRESSION."""
+    rows = []
+    namespace, host = places.of(0)
+    text = spec_text(min_clusters=clusters, round_s=ROUND_S, more=COMPRESSION[kind])
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Crew(Path(directory), text, matrices=MATRICES, side=side, namespace=namespace, host=host) as crew,
+    ):
+        crew.join(clusters, places=places.all(clusters))
+        t = 1
+        crew.round(t)  # waits for the last cluster to start
+        for rate in rates:
+            places.set_rate(clusters, rate)
+            seconds, wire, processor = [], places.sent_bytes(clusters), cpu_s(crew)
+            for _ in range(rounds):
+                t += 1
+                outcomes = crew.round(t)
+                assert all(len(members_of(o)) == clusters for o in outcomes), outcomes
+                seconds.append(max(o["seconds"] for o in outcomes))
+            wire = (places.sent_bytes(clusters) - wire) // rounds
+            used = {name: (after - processor[name]) / rounds for name, after in cpu_s(crew).items()}
+            sent = sum(o["sent"] for o in outcomes) / clusters
+            predicted = outcomes[0]["predicted"]
+            row: Row = {
+                "what": kind, "clusters": clusters, "link": rate, "parameters": MATRICES * side**2 + side,
+                "seconds": round(statistics.median(seconds), 3), "sent_bytes": int(sent),
+                "sent_over_predicted": round(sent / predicted, 4),
+                "cpu_python_s": round(used["python"], 3), "cpu_p2pd_s": round(used["p2pd"], 3),
+            }  # fmt: skip
+            rows.append(row | link_figures(rate, wire / clusters, predicted, row["seconds"]))
+    return rows
+
+
+def link_figures(rate: str, wire: float, predicted: float, seconds: float) -> Row:
+    """What an interface counted per cluster and round, and what time the link needs for `predicted` bytes."""
+    if rate == "loopback":
+        return {}
+    ideal_s = 8 * predicted / bits_per_s(rate)
+    return {
+        "wire_bytes": int(wire), "wire_over_predicted": round(wire / predicted, 3),
+        "ideal_s": round(ideal_s, 3), "over_ideal": round(seconds / ideal_s, 2),
+    }  # fmt: skip
+
+
+def cpu_s(crew: Crew) -> dict[str, float]:
+    """Processor time of all clusters so far: of the ranks, and of their p2pd."""
+    used = {"python": 0.0, "p2pd": 0.0}
+    for cluster in crew.clusters:
+        for number, pid in enumerate(cluster.lead.pids()):
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            used["p2pd" if number else "python"] += (int(fields[11]) + int(fields[12])) / os.sysconf(
+                "SC_CLK_TCK"
+            )
+    return used
+
+
+def stock_rounds(clusters: int, places: Places, rates: list[str], side: int, rounds: int) -> list[Row]:
+    """hivemind's averager in fp16, for every rate a row."""
+    rows = []
+    predicted = 2 * (clusters - 1) / clusters * 2 * (MATRICES * side**2 + side)
+    for rate in rates:
+        places.set_rate(clusters, rate)
+        with contextlib.ExitStack() as stack:
+            boot = stack.enter_context(StockChild(places.of(0), [], clusters, side, rounds))
+            peers = boot.read()
+            children = [
+                stack.enter_context(StockChild(place, peers, clusters, side, rounds))
+                for place in places.all(clusters)
+            ]
+            for child in children:
+                child.read()
+            wire = places.sent_bytes(clusters)
+            for child in children:
+                child.go()
+            figures = [child.read() for child in children]
+            wire = (places.sent_bytes(clusters) - wire) // (rounds + 1)
+        seconds = statistics.median(max(each) for each in list(zip(*figures, strict=True))[1:])
+        row: Row = {
+            "what": "hivemind fp16", "clusters": clusters, "link": rate,
+            "parameters": MATRICES * side**2 + side, "seconds": round(seconds, 3),
+        }  # fmt: skip
+        rows.append(row | link_figures(rate, wire / clusters, predicted, seconds))
+    return rows
+
+
+class StockChild:
+    """A process with hivemind's DHT, and its averager if it is given peers. hivemind forks processes of its
+    own: all of them are one group, which ends with it."""
+
+    def __init__(
+        self, place: tuple[str, str], peers: list[str], clusters: int, side: int, rounds: int
+    ) -> None:
+        namespace, host = place
+        prefix = ["ip", "netns", "exec", namespace] if namespace else []
+        job = {"host": host, "peers": peers, "clusters": clusters, "side": side, "rounds": rounds}
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "benchmarks.round", "--child", json.dumps(job)],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def read(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def __enter__(self) -> "StockChild":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+def be_stock_child(job: dict[str, Any]) -> None:
     import hivemind
     import torch
 
+    told: queue.Queue[bytes] = queue.Queue()
+
+    def listen() -> None:
+        while line := os.read(0, 100):  # sys.stdin has a lock, and hivemind forks while we would hold it
+            told.put(line)
+        os.killpg(0, signal.SIGKILL)  # whoever started us is gone
+
+    threading.Thread(target=listen, daemon=True).start()
     torch.set_num_threads(1)
-    dht = hivemind.DHT(initial_peers=link["peers"], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    peers, side, clusters = job["peers"], job["side"], job["clusters"]
+    dht = hivemind.DHT(initial_peers=peers, start=True, host_maddrs=[f"/ip4/{job['host']}/tcp/0"])
+    if not peers:
+        print(json.dumps([str(maddr) for maddr in dht.get_visible_maddrs()]), flush=True)
+        told.get()
     averager = hivemind.averaging.DecentralizedAverager(
-        [torch.randn(side, side) for _ in range(4)] + [torch.randn(side)],
+        [torch.randn(side, side) for _ in range(MATRICES)] + [torch.randn(side)],
         dht,
         prefix="bench",
         target_group_size=clusters,
         compression=hivemind.compression.Float16Compression(),
         start=True,
     )
-    results = []
-    for _ in range(rounds):
+    print(json.dumps("ready"), flush=True)
+    told.get()
+    seconds = []
+    for _ in range(job["rounds"] + 1):
         started = time.monotonic()
-        group = averager.step(timeout=60)
+        group = averager.step(timeout=STOCK_S)
         assert group is not None and len(group) == clusters
-        results.append({"seconds": time.monotonic() - started})
-    time.sleep(2.0)  # a peer that leaves at once breaks the last round of the others
-    averager.shutdown()
-    dht.shutdown()
-    return results
+        seconds.append(time.monotonic() - started)
+    print(json.dumps(seconds), flush=True)
+    told.get()  # a peer that leaves at once breaks the last round of the others
 
 
-async def host(kind: str, clusters: int, side: int, rounds: int) -> list[list[dict[str, float]]]:
-    """A bootstrap node here, the clusters as children; their figures, cluster by cluster."""
-    from p2p_dilocox.swarm.identity import SigningKey
-    from p2p_dilocox.swarm.node import Node
-    from p2p_dilocox.swarm.signed import sign_run
+def machine() -> dict[str, Any]:
+    import torch
 
-    key = SigningKey.generate()
-    node = await Node.start(run_id="bench", organiser=key.public, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    if kind == "stock":
-        node.dht.protocol.record_validator = None  # hivemind's matchmaking stores keys of its own
-    signed = sign_run(key, "bench", SPEC.format(recipe="dilocox", clusters=clusters))
-    link = {"organiser": key.public.hex(), "signed": signed.pack().hex(), "peers": await node.maddrs()}
-    arguments = [
-        sys.executable,
-        __file__,
-        "--child",
-        kind,
-        "--link",
-        json.dumps(link),
-        "--clusters",
-        str(clusters),
-    ]
-    arguments += ["--side", str(side), "--rounds", str(rounds)]
-    children = [
-        await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        for _ in range(clusters)
-    ]
-    try:
-        outputs = await asyncio.wait_for(asyncio.gather(*(c.communicate() for c in children)), 300)
-    finally:
-        for child in children:
-            if child.returncode is None:
-                child.kill()
-        await node.close()
-    figures: list[list[dict[str, float]]] = [json.loads(out) for out, _ in outputs]
-    return figures
+    return {
+        "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
 
 
-def median_of_slowest(figures: list[list[dict[str, float]]], what: str) -> float:
-    by_round = list(zip(*figures, strict=True))[1:]  # the first round waits for the last cluster to start
-    return float(statistics.median(max(cluster[what] for cluster in each) for each in by_round))
+def measure(
+    clusters: int, rates: list[str], side: int, rounds: int, show: Callable[[Row], None]
+) -> list[Row]:
+    """All rows of D clusters: on loopback, then with every rate."""
+    rows: list[Row] = []
+
+    def add(more: list[Row]) -> None:
+        rows.extend(more)
+        for row in more:
+            show(row)
+
+    loopback = Places(None)
+    empty = our_rounds(clusters, loopback, ["loopback"], 16, 3 * rounds, "int4")
+    add([row | {"what": "empty"} for row in empty])
+    add(our_rounds(clusters, loopback, ["loopback"], side, rounds, "int4"))
+    add(stock_rounds(clusters, loopback, ["loopback"], side, rounds))
+    if rates:
+        with Links(clusters, rates[0]) as links:
+            places = Places(links)
+            for kind in COMPRESSION:
+                add(our_rounds(clusters, places, rates, side, rounds, kind))
+            add(stock_rounds(clusters, places, rates, side, rounds))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--clusters", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--side", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clusters", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rates", nargs="*", default=["100mbit", "1gbit"])
+    parser.add_argument("--side", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=["ours", "stock"], help=argparse.SUPPRESS)
-    parser.add_argument("--link", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true", help=f"to {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        run = our_rounds if options.child == "ours" else stock_rounds
-        print(json.dumps(run(options.link, options.clusters[0], options.side, options.rounds)))
-        sys.stdout.flush()
-        os._exit(0)
+        be_stock_child(options.child)
+    if options.rates and (reason := why_not()):
+        print(f"loopback only: {reason}", file=sys.stderr)
+        options.rates = []
     rows = []
     for clusters in options.clusters:
-        ours = asyncio.run(host("ours", clusters, options.side, options.rounds))
-        empty = asyncio.run(host("ours", clusters, 64, options.rounds))
-        stock = asyncio.run(host("stock", clusters, options.side, options.rounds))
-        sent, predicted = median_of_slowest(ours, "sent"), median_of_slowest(ours, "predicted")
-        rows.append(
-            {
-                "clusters": clusters,
-                "parameters": 4 * options.side**2 + options.side,
-                "ours_s": round(median_of_slowest(ours, "seconds"), 3),
-                "empty_s": round(median_of_slowest(empty, "seconds"), 3),
-                "hivemind_fp16_s": round(median_of_slowest(stock, "seconds"), 3),
-                "sent_bytes": int(sent),
-                "sent_over_predicted": round(sent / predicted, 4),
-                "fp16_bytes_over_sent": round(
-                    2 * (clusters - 1) / clusters * 2 * (4 * options.side**2 + options.side) / sent, 2
-                ),
-            }
-        )
-        if not options.json:
-            print(rows[-1])
+        show = (lambda _: None) if options.json else print
+        rows += measure(clusters, options.rates, options.side, options.rounds, show)
+    result = {"date": datetime.date.today().isoformat(), "machine": machine(), "rows": rows}
     if options.json:
-        print(json.dumps(rows))
+        print(json.dumps(result))
+    if options.save:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
