@@ -92,13 +92,13 @@ def our_rounds(link: dict[str, Any], clusters: int, side: int, rounds: int) -> l
     company = Company(
         node=node, service=service, key=key, name="bench", ranks=[address],
         signed=SignedRun.from_bytes(bytes.fromhex(link["signed"])), timeouts=timeouts, progress=progress,
+        weight_cap=1.0,
     )  # fmt: skip
     lead = Lead(
         company,
         spec_digest=digest,
         num_stages=1,
         min_clusters=clusters,
-        weight_cap=1.0,
         result_after=lambda t: made.kept.result_after(t),
     )
     service.desk = lead
