@@ -163,13 +163,13 @@ def _build(
         company = Company(
             node=node, service=service, key=key, name=config["name"], ranks=addresses,
             signed=network.call(node.fetch_run(), _NETWORK_S), timeouts=timeouts, progress=progress,
+            weight_cap=weight_cap,
         )  # fmt: skip
         lead = Lead(
             company,
             spec_digest=digest,
             num_stages=spec.model.stages,
             min_clusters=spec.run.min_clusters,
-            weight_cap=weight_cap,
             result_after=lambda t: rounds.kept.result_after(t),
         )
         service.desk = lead

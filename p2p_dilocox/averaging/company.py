@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 from hivemind.p2p import P2PDaemonError, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
+from p2p_dilocox.averaging.catchup import read_result
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.lineage import combined_digest, next_lineage
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import (
@@ -84,9 +86,11 @@ class Company:
         signed: SignedRun,
         timeouts: Timeouts,
         progress: Progress,
+        weight_cap: float,
     ) -> None:
+        """weight_cap: tokens that a cluster can train in one outer step."""
         self.node, self.key, self.ranks = node, key, ranks
-        self.timeouts, self.progress = timeouts, progress
+        self.timeouts, self.progress, self.weight_cap = timeouts, progress, weight_cap
         self.me = key.cluster_id
         self.present: dict[str, Presence] = {}
         self.name, self._service, self._signed = name, service, signed
@@ -220,6 +224,19 @@ class Company:
         ask = Ask(t=t, shown=self.gate.own)
         return await self.ask(cluster, lambda stub: stub.rpc_result(ask, timeout=self.timeouts.reply_s))
 
+    async def voters(self, standing: Standing) -> int:
+        """How many members prove that they committed what the standing says; 0 if it cannot prove it."""
+        result = await self.result_after(standing.cluster_id, standing.committed_t - 1)
+        try:
+            if result is not None:
+                roster = read_result(result, self.node.run_id, self.gate, self.weight_cap)
+                digest = combined_digest({int(s): d for s, d in result.stage_digests.items()})
+                if next_lineage(roster.parent, roster.t, roster.ids, digest) == standing.lineage:
+                    return len(roster.ids)
+        except (NotTrustedError, ValueError):
+            pass
+        return 0
+
     def parent_of(self, result: Result) -> str:
         """The lineage that a committed round follows from; "" if that is not well told."""
         try:
@@ -262,10 +279,12 @@ class Company:
             else:  # perhaps just behind us
                 known = self.progress.lineages
                 parted = theirs.committed_t >= min(known) and known.get(theirs.committed_t) != theirs.lineage
-            ranks = ((len(theirs.members), theirs.committed_t), (len(ours.members), ours.committed_t))
-            if parted and self.progress.lineage == ours.lineage and outranks(*ranks):
+            if not parted:
+                continue
+            voters = await self.voters(theirs)
+            ranks = ((voters, theirs.committed_t), (len(ours.members), ours.committed_t))
+            if self.progress.lineage == ours.lineage and outranks(*ranks):
                 self.progress.astray = (
-                    f"the run went on elsewhere: {len(theirs.members)} clusters are at outer step "
-                    f"{theirs.committed_t}, our {len(ours.members)} at {ours.committed_t} "
-                    "share no history with them"
+                    f"the run went on elsewhere: {voters} clusters are at outer step {theirs.committed_t}, "
+                    f"our {len(ours.members)} at {ours.committed_t} share no history with them"
                 )

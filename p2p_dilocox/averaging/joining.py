@@ -2,6 +2,7 @@
 the state of a cluster that is further (rule V8)."""
 
 import asyncio
+import random
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -31,20 +32,27 @@ class Plan(Message, frozen=True, kw_only=True):
 
 
 async def make_plan(company: Company, outer: OuterState, min_clusters: int) -> Plan:
-    """Look at the swarm once. The cluster with the most committed outer steps decides where the run is.
+    """Look at the swarm once. The cluster with the most committed outer steps decides where the run is, among
+    those that prove it with the votes of more than half as many members as any other has.
 
     By looking we are seen: once our state is a recent one, the others' next round waits for us.
     """
     standings = await company.greet()
     if company.progress.duplicate:
         return Plan(action="refused", detail=company.progress.duplicate)
-    best = max(standings, key=lambda c: (standings[c].committed_t, c), default=None)
-    if best is not None and standings[best].committed_t > 0:
-        standing = standings[best]
+    further = [c for c in standings if standings[c].committed_t > 0]
+    votes = dict(
+        zip(further, await asyncio.gather(*(company.voters(standings[c]) for c in further)), strict=True)
+    )
+    trusted = [c for c in further if 2 * votes[c] >= max(votes.values())]
+    if trusted:
+        furthest = max(trusted, key=lambda c: (standings[c].committed_t, c))
+        standing = standings[furthest]
+        best = random.choice([c for c in trusted if standings[c].lineage == standing.lineage])
         if standing.lineage == outer.lineage:
             return Plan(action="start", standing=standing)
         ahead = standing.committed_t > outer.t
-        if ahead or outranks((len(standing.members), standing.committed_t), (len(outer.members), outer.t)):
+        if ahead or outranks((votes[furthest], standing.committed_t), (len(outer.members), outer.t)):
             return Plan(action="download", donor=company.ranks_of(best), standing=standing, detail=best)
     present = 1 + len(standings)
     if present < min_clusters and outer.t == 0:

@@ -68,17 +68,14 @@ class Lead:
         spec_digest: str,
         num_stages: int,
         min_clusters: int,
-        weight_cap: float,
         result_after: Callable[[int], Result],
     ) -> None:
-        """min_clusters: for the first outer step. weight_cap: tokens that a cluster can train in one outer
-        step. result_after(t): a committed round that we keep.
-        """
+        """min_clusters: for the first outer step. result_after(t): a committed round that we keep."""
         self.company, self.gate = company, company.gate
         self.me, self.run_id = company.me, company.node.run_id
         self.timeouts, self.progress = company.timeouts, company.progress
         self.spec_digest, self.num_stages, self.result_after = spec_digest, num_stages, result_after
-        self.weight_cap, self.norm_cap, self.grudges = weight_cap, NormCap(), Grudges()
+        self.weight_cap, self.norm_cap, self.grudges = company.weight_cap, NormCap(), Grudges()
         self.rollcalls = RollCalls(
             me=self.me,
             run_id=self.run_id,
@@ -90,7 +87,7 @@ class Lead:
             min_clusters=lambda: 1 if self.progress.members else min_clusters,
             gate=self.gate,
             norm_cap=self.norm_cap.cap,
-            weight_cap=weight_cap,
+            weight_cap=self.weight_cap,
         )
         self._attempts: dict[tuple[int, int], _Attempt] = {}
         self._ballots: dict[tuple[int, int], Ballot] = {}

@@ -42,6 +42,7 @@ _QUESTION_BYTES = 1 << 16
 _SLICE_BYTES = 1 << 18
 _MOST_FRAME_BYTES = 1 << 22
 _MAX_STREAMS = 64  # open at once by one peer
+_MAX_SNAPSHOTS = 2  # made at once: each is a copy of the state in memory
 M = TypeVar("M", bound=Message)
 
 
@@ -84,6 +85,7 @@ class Service(ServicerBase):
         self._patience_s, self._average_of, self._snapshot_of = patience_s, average_of, snapshot_of
         self._exchanges: dict[ExchangeKey, asyncio.Future[Exchange]] = {}
         self._streams: Counter[str] = Counter()
+        self._snapshots = asyncio.Semaphore(_MAX_SNAPSHOTS)
 
     async def start(self, cluster_peers: list[str]) -> None:
         """cluster_peers: of the ranks of our own cluster, the only ones whose internal questions are
@@ -208,10 +210,11 @@ class Service(ServicerBase):
         ask = await self._question(stream, Ask)
         self._admit(ask.shown, stream.peer)
         with self._counted(stream):
-            state = await asyncio.get_running_loop().run_in_executor(None, self._snapshot_of, ask.stage)
-            view = memoryview(state)
-            for start in range(0, len(view), _SLICE_BYTES):
-                await stream.send(Frame.DATA, bytes(view[start : start + _SLICE_BYTES]), self._patience_s)
+            async with self._snapshots:
+                state = await asyncio.get_running_loop().run_in_executor(None, self._snapshot_of, ask.stage)
+                view = memoryview(state)
+                for start in range(0, len(view), _SLICE_BYTES):
+                    await stream.send(Frame.DATA, bytes(view[start : start + _SLICE_BYTES]), self._patience_s)
             await stream.send(Frame.END, b"", self._patience_s)
 
     async def _question(self, stream: Stream, kind: type[M]) -> M:

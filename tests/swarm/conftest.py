@@ -187,14 +187,13 @@ class SwarmCluster:
         first = self.ranks[0]
         company = Company(
             node=first.node, service=first.service, key=self.key, name="test", ranks=addresses, signed=signed,
-            timeouts=first.timeouts, progress=first.progress,
+            timeouts=first.timeouts, progress=first.progress, weight_cap=WEIGHT_CAP,
         )  # fmt: skip
         self.lead = Lead(
             company,
             spec_digest=digest,
             num_stages=len(SHAPES),
             min_clusters=spec.run.min_clusters,
-            weight_cap=WEIGHT_CAP,
             result_after=lambda t: first.rounds.kept.result_after(t),
         )
         first.service.desk = self.lead

@@ -3,11 +3,13 @@ gone."""
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from hivemind.p2p import P2PHandlerError
 
 from p2p_dilocox.averaging.deadlines import Deadline
+from p2p_dilocox.averaging.joining import make_plan
 from p2p_dilocox.averaging.outcome import Outcome
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import Ask, Decision
@@ -277,3 +279,26 @@ def test_only_members_of_a_closed_run_are_answered(swarm: MakeSwarm) -> None:
             stranger.ranks[0].network.call(
                 call(Ask(shown=stranger.ranks[0].service.gate.own), timeout=5.0), 10
             )
+
+
+def test_a_joiner_does_not_believe_a_cluster_that_claims_to_be_far_ahead(swarm: MakeSwarm) -> None:
+    """Field report I12: the claim of one peer was enough to make a joiner download from it."""
+    net = swarm(spec_text("fedavg", min_clusters=2, more=LOSSLESS))
+    honest = [net.join(), net.join()]
+    in_step(net, honest, 1)
+    liar, joiner = net.join(), net.join()
+    told = liar.lead.company.standing()
+    claim = msgspec.structs.replace(
+        told, t=10**9, committed_t=10**9, lineage="6" * 64, members=[c.id for c in honest] + [liar.id]
+    )
+    liar.lead.company.standing = lambda: claim  # type: ignore[method-assign]
+    first = joiner.ranks[0]
+    for _ in range(4):
+        plan = first.network.call(make_plan(joiner.lead.company, first.outer, 2), 20)
+        assert plan.action == "download"
+        assert plan.detail in {c.id for c in honest}
+        assert plan.standing is not None and plan.standing.committed_t == 1
+    for cluster in honest:  # nor do those who are in step give up their history for it
+        company = cluster.lead.company
+        cluster.ranks[0].network.call(company._compare_histories(), 20)
+        assert not company.progress.astray
