@@ -237,6 +237,7 @@ def machine() -> dict[str, Any]:
     return {
         "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(), "torch": torch.__version__,
+        "load_before": round(os.getloadavg()[0], 1),
     }  # fmt: skip
 
 
@@ -282,11 +283,11 @@ def main() -> None:
     if options.rates and (reason := why_not()):
         print(f"loopback only: {reason}", file=sys.stderr)
         options.rates = []
-    rows = []
+    described, rows = machine(), []
     for clusters in options.clusters:
         show = (lambda _: None) if options.json else print
         rows += measure(clusters, options.rates, options.side, options.rounds, show)
-    result = {"date": datetime.date.today().isoformat(), "machine": machine(), "rows": rows}
+    result = {"date": datetime.date.today().isoformat(), "machine": described, "rows": rows}
     if options.json:
         print(json.dumps(result))
     if options.save:
