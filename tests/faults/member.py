@@ -148,11 +148,11 @@ class Member:
             company = Company(
                 node=self.node, service=self.service, key=self.key, name="member", ranks=addresses,
                 signed=SignedRun.from_bytes(bytes.fromhex(self.config.signed)), timeouts=self.timeouts,
-                progress=self.progress,
+                progress=self.progress, weight_cap=WEIGHT_CAP,
             )  # fmt: skip
             self.lead = Lead(
                 company, spec_digest=spec_digest(self.config.text), num_stages=self.spec.model.stages,
-                min_clusters=self.spec.run.min_clusters, weight_cap=WEIGHT_CAP,
+                min_clusters=self.spec.run.min_clusters,
                 result_after=lambda t: self.rounds.kept.result_after(t),
             )  # fmt: skip
             self.service.desk = self.lead
