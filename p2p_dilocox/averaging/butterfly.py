@@ -64,6 +64,13 @@ class Averaging(ABC):
     def members(self) -> range:
         return range(len(self.weights))
 
+    def close(self) -> None:
+        """Free the vectors of an averaging that failed: what its tasks have raised refers to it for long."""
+        self._vector.cancel()
+        self._vector = asyncio.get_running_loop().create_future()
+        self.own = self.average = torch.empty(0)
+        self.chunks = []
+
     def set_vector(self, vector: Tensor) -> None:
         """Our own vector is computed; until then others may send theirs already. Same dtype and length as
         `average`.
@@ -156,6 +163,10 @@ class Butterfly(Averaging):
         self._added: list[set[int]] = [set() for _ in parts[me]]
         loop = asyncio.get_running_loop()
         self._averaged: list[asyncio.Future[bytes]] = [loop.create_future() for _ in parts[me]]
+
+    def close(self) -> None:
+        super().close()
+        self._sums = []
 
     def outgoing(self, member: int) -> list[Piece]:
         return self.parts[member]
@@ -258,6 +269,10 @@ class Gather(Averaging):
         self._complete: list[asyncio.Future[None]] = [
             asyncio.get_running_loop().create_future() for _ in pieces
         ]
+
+    def close(self) -> None:
+        super().close()
+        self._encoded = {}
 
     def outgoing(self, member: int) -> list[Piece]:
         return self.pieces

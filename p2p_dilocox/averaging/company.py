@@ -11,6 +11,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from p2p_dilocox.averaging.catchup import read_result
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
+from p2p_dilocox.averaging.rollcall import Roster
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.lineage import combined_digest, next_lineage
@@ -21,10 +22,8 @@ from p2p_dilocox.swarm.messages import (
     Envelope,
     Presence,
     RankAddress,
-    Ready,
     Result,
     Standing,
-    open_sealed,
     seal,
 )  # fmt: skip
 from p2p_dilocox.swarm.node import Node
@@ -229,7 +228,7 @@ class Company:
         result = await self.result_after(standing.cluster_id, standing.committed_t - 1)
         try:
             if result is not None:
-                roster = read_result(result, self.node.run_id, self.gate, self.weight_cap)
+                roster = self._read(result)
                 digest = combined_digest({int(s): d for s, d in result.stage_digests.items()})
                 if next_lineage(roster.parent, roster.t, roster.ids, digest) == standing.lineage:
                     return len(roster.ids)
@@ -237,12 +236,19 @@ class Company:
             pass
         return 0
 
-    def parent_of(self, result: Result) -> str:
-        """The lineage that a committed round follows from; "" if that is not well told."""
+    async def parent_of(self, cluster: str, t: int) -> str:
+        """The lineage that the committed round of outer step t follows from, as a cluster proves it; "" if
+        not.
+        """
+        result = await self.result_after(cluster, t - 1)
         try:
-            return open_sealed(result.call.ready[0], self.node.run_id, Ready).lineage
+            roster = None if result is None else self._read(result)
         except NotTrustedError:
             return ""
+        return roster.parent if roster is not None and roster.t == t else ""
+
+    def _read(self, result: Result) -> Roster:
+        return read_result(result, self.node.run_id, self.gate, self.weight_cap)
 
     async def linger(self, t: int) -> None:
         """Stay until those we averaged with are past outer step t as well: they may still need our votes."""
@@ -274,8 +280,7 @@ class Company:
             if theirs is None or not theirs.committed_t or not ours.committed_t:
                 continue
             if theirs.committed_t > ours.committed_t:  # perhaps just ahead of us
-                following = await self.result_after(cluster, ours.committed_t)
-                parted = following is None or self.parent_of(following) != ours.lineage
+                parted = await self.parent_of(cluster, ours.committed_t + 1) != ours.lineage
             else:  # perhaps just behind us
                 known = self.progress.lineages
                 parted = theirs.committed_t >= min(known) and known.get(theirs.committed_t) != theirs.lineage

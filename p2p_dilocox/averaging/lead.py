@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from p2p_dilocox.averaging.catchup import read_result
 from p2p_dilocox.averaging.company import Company
 from p2p_dilocox.averaging.deadlines import Deadline
-from p2p_dilocox.averaging.exclusion import Grudges, NormCap
+from p2p_dilocox.averaging.exclusion import Grudges, NormCap, left_out
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.rollcall import RollCalls, Roster, coordinator_order, read_call
 from p2p_dilocox.averaging.vote import Ballot
@@ -84,6 +84,7 @@ class Lead:
             coordinators=company.coordinators,
             expected=company.expected,
             standing_of=company.standing_of,
+            parent_of=company.parent_of,
             min_clusters=lambda: 1 if self.progress.members else min_clusters,
             gate=self.gate,
             norm_cap=self.norm_cap.cap,
@@ -93,6 +94,7 @@ class Lead:
         self._ballots: dict[tuple[int, int], Ballot] = {}
         self._followed: dict[int, asyncio.Future[Follow]] = {}
         self._notes: list[str] = []
+        self._refusals: dict[str, str] = {}
 
     async def close(self) -> None:
         await self.rollcalls.close()
@@ -117,18 +119,15 @@ class Lead:
         reply = CallReply()
         while not deadline.passed:
             for coordinator in coordinator_order(self.company.coordinators(), t, attempt):
+                if coordinator in ready.without:
+                    continue
                 answer = await self._offer(coordinator, sealed)
                 if answer is None:
                     continue
                 if answer.redirect and answer.redirect != coordinator:
                     answer = await self._offer(answer.redirect, sealed) or CallReply()
                 if answer.refused or answer.drifted:
-                    why = answer.refused or "the parameters are not those of the other clusters"
-                    entry = self._attempt(t, attempt)
-                    entry.reply = CallReply(refused=why)  # for our other ranks
-                    entry.ready.set()
-                    kind = DriftedError if answer.drifted else ClusterError
-                    raise kind(f"cluster {coordinator} refuses ours: {why}")
+                    answer = self._sent_away(t, attempt, coordinator, answer)
                 reply = answer
                 break
             if reply.call or reply.over or reply.dropped:
@@ -183,6 +182,7 @@ class Lead:
             self.timeouts, Deadline(deadline.within(self.timeouts.votes_s)),
         )  # fmt: skip
         if outcome == "committed":
+            self._refusals.clear()
             self.grudges.forgive(roster.ids)
             self.norm_cap.remember([m.norm for m in roster.members if m.weight > 0])
         else:
@@ -304,23 +304,49 @@ class Lead:
 
     # ---
 
-    def _blame(self, t: int, entry: _Attempt, ballot: Ballot) -> None:
-        """Whom we do not average with in the next attempt: whom our ranks accuse. If nobody accuses anybody,
-        those who alone could not average or did not vote: they would fail the next attempt too.
+    def _sent_away(self, t: int, attempt: int, coordinator: str, answer: CallReply) -> CallReply:
+        """A coordinator refuses us. The word of one costs us this round; of two, or of the only other, ends
+        us.
         """
-        accused = dict(entry.accused)
-        if not accused and not any(vote.accused for vote in ballot.votes.values()):
+        why = answer.refused or "the parameters are not those of the other clusters"
+        self._refusals[coordinator] = why
+        others = [c for c in self.company.coordinators() if c != self.me]
+        if coordinator != self.me and len(self._refusals) < min(2, len(others)):
+            self._note(f"outer step {t} goes on without this cluster: {coordinator} refuses it: {why}")
+            return CallReply(over=True)
+        entry = self._attempt(t, attempt)
+        entry.reply = CallReply(refused=why)  # for our other ranks
+        entry.ready.set()
+        raise (DriftedError if answer.drifted else ClusterError)(f"cluster {coordinator} refuses ours: {why}")
+
+    def _blame(self, t: int, entry: _Attempt, ballot: Ballot) -> None:
+        """Whom we do not average with in the next attempt: whom the votes accuse, the same for all who know
+        the same votes. If nobody accuses anybody, those who alone could not average or did not vote: they
+        would fail the next attempt too.
+        """
+        votes = ballot.votes
+        accusers = {c: vote.accused for c, vote in votes.items() if vote.accused}
+        gone = left_out({c: accusers.get(c, []) for c in ballot.members})
+        accused = {}
+        for cluster in gone:
+            said = [votes[a].reason for a in accusers if cluster in accusers[a]] or [
+                "it refuses several others"
+            ]
+            accused[cluster] = f"it {entry.accused[cluster]}" if cluster in entry.accused else said[0]
+        if not accusers:
             failed = {
-                c: vote.reason or "could not average" for c, vote in ballot.votes.items() if not vote.digest
+                c: vote.reason or "it could not average"
+                for c, vote in ballot.votes.items()
+                if not vote.digest
             }
-            failed |= {c: "did not vote" for c in ballot.members if c not in ballot.votes}
+            failed |= {c: "it did not vote" for c in ballot.members if c not in ballot.votes}
             accused = failed if 2 * len(failed) <= len(ballot.members) and self.me not in failed else {}
         for cluster, why in accused.items():
             if cluster != self.me:
                 self.grudges.strike(cluster, t)
                 until = self.grudges.until(cluster)
                 more = f" and up to outer step {until}" if until > t else ""
-                self._note(f"cluster {cluster} is left out of outer step {t}{more}: it {why}")
+                self._note(f"cluster {cluster} is left out of outer step {t}{more}: {why}")
 
     def _note(self, sentence: str) -> None:
         _LOG.warning(sentence)

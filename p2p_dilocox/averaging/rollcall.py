@@ -139,9 +139,10 @@ class _Roll:
 class RollCalls:
     """The coordinator's side; every cluster's lead has one.
 
-    coordinators: whose lead may hold the roll call. expected: the clusters to wait for.
-    standing_of: where a cluster stands, None if it does not answer. norm_cap: of pseudo-gradients this long.
-    weight_cap: tokens that a cluster can have trained in an outer step.
+    coordinators: whose lead may hold the roll call. expected: the clusters to wait for. standing_of: where a
+    cluster stands, None if it does not answer. parent_of: the lineage that the round of an outer step follows
+    from, as a cluster proves it, "" if it cannot. norm_cap: of pseudo-gradients this long. weight_cap: tokens
+    that a cluster can have trained in an outer step.
     """
 
     def __init__(
@@ -155,11 +156,13 @@ class RollCalls:
         expected: Callable[[], Sequence[str]],
         standing_of: Callable[[str], Awaitable[Standing | None]],
         min_clusters: Callable[[], int],
+        parent_of: Callable[[str, int], Awaitable[str]],
         gate: Gate,
         norm_cap: Callable[[Sequence[float]], float],
         weight_cap: float,
     ) -> None:
         self.me, self.run_id, self.spec_digest, self.timeouts = me, run_id, spec_digest, timeouts
+        self.parent_of = parent_of
         self.gate, self.norm_cap, self.weight_cap = gate, norm_cap, weight_cap
         self.coordinators, self.expected = coordinators, expected
         self.standing_of, self.min_clusters = standing_of, min_clusters
@@ -192,6 +195,8 @@ class RollCalls:
             for cluster in coordinator_order(self.coordinators(), ready.t, ready.attempt):
                 if cluster == self.me:
                     break
+                if cluster in ready.without:
+                    continue
                 if await self.standing_of(cluster) is not None:
                     return CallReply(redirect=cluster)
             roll = self._rolls.setdefault(key, _Roll(Deadline(self.timeouts.roll_call_s)))
@@ -224,22 +229,26 @@ class RollCalls:
         dead: set[str] = set()
         while True:
             in_step = [c for c, t in self._callers.items() if t >= key[0] - 1]
-            missing = [c for c in {*self.expected(), *in_step} if c not in roll.ready and c not in dead]
+            expected = {*self.expected(), *in_step}
+            missing = [c for c in expected if c not in roll.ready and c not in dead]
             enough = len(roll.ready) >= self.min_clusters()
-            if enough and (not missing or roll.deadline.passed):
+            refused = _refused_by_most(roll.ready, len(expected))
+            if enough and (roll.deadline.passed or not any(c not in refused for c in missing)):
                 break
             roll.arrived.clear()
             try:
                 await within(roll.arrived.wait(), min(1.0, self.timeouts.poll_s))
             except TimeoutError:
                 standings = await asyncio.gather(*(self.standing_of(c) for c in missing))
-                dead.update(c for c, standing in zip(missing, standings, strict=True) if standing is None)
-                if any(standing.t >= key[0] for standing in standings if standing is not None):
-                    # For them this outer step is over, committed or dropped. To commit it again without them
-                    # would part the run in two.
+                where = dict(zip(missing, standings, strict=True))
+                dead.update(c for c, standing in where.items() if standing is None)
+                past = [c for c, standing in where.items() if standing is not None and standing.t >= key[0]]
+                if past and await self._is_over(key[0], past, len(expected), roll):
+                    # To commit it again without them would part the run in two.
                     roll.over = True
                     roll.closed.set()
                     return
+                dead.update(past)
         members = self._members(roll)
         alive = len(members) + len([c for c in missing if c not in dead])
         # A few may not go on while most are alive and late: that would part the run in two.
@@ -255,6 +264,15 @@ class RollCalls:
         for old in sorted(self._rolls)[:-_KEPT]:
             del self._rolls[old]
         self._callers = {c: t for c, t in self._callers.items() if t >= key[0] - _KEPT}
+
+    async def _is_over(self, t: int, past: list[str], expected: int, roll: _Roll) -> bool:
+        """Whether those that say that outer step t is over are right: one proves a commit that follows from
+        our history, or most of those that we expect say so, which have dropped it then. The word of a few is
+        nothing.
+        """
+        lineages = {r.lineage for r in roll.ready.values()}
+        proven = await asyncio.gather(*(self.parent_of(c, t) for c in past))
+        return any(parent in lineages for parent in proven) or 2 * len(past) > expected
 
     def _members(self, roll: _Roll) -> list[str]:
         """Who of those that are ready averages, in order; why the others do not goes into roll.left_out."""
@@ -292,3 +310,11 @@ class RollCalls:
             return []
         most = max(alike, key=lambda c: (len(alike[c]), self.me in alike[c], c))
         return [c for c in prints if c not in alike[most]]
+
+
+def _refused_by_most(ready: dict[str, Ready], expected: int) -> set[str]:
+    """Whom half of those that are ready refuse, once half of all are: they are not waited for."""
+    if 2 * len(ready) < expected:
+        return set()
+    refusals = Counter(c for r in ready.values() for c in set(r.without))
+    return {c for c, count in refusals.items() if 2 * count >= len(ready)}

@@ -279,6 +279,10 @@ class Rounds:
             if ours.done() and not run.done():
                 ours.result()
             await run
+        except BaseException:
+            p.close()
+            q.close()
+            raise
         finally:
             for task in (ours, run):
                 task.cancel()

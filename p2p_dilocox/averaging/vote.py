@@ -127,12 +127,28 @@ class Ballot:
                 task.cancel()
             await asyncio.gather(*talks, return_exceptions=True)
         final = [m for m in others if m not in self._lost] if teller in (self.me, *self._lost) else [teller]
-        if self.outcome == "aborted" or teller != self.me:
+        if self.outcome == "aborted":
+            await self._hear_all(final, tell, Deadline(min(1.0, timeouts.poll_s)))
+        elif teller != self.me:
             await asyncio.gather(
-                *(within(tell(m, self.message()), timeouts.reply_s) for m in final),
-                return_exceptions=True,
+                *(within(tell(m, self.message()), timeouts.reply_s) for m in final), return_exceptions=True
             )
         return self.outcome
+
+    async def _hear_all(
+        self, members: list[str], tell: Callable[[str, Votes], Awaitable[Votes | None]], deadline: Deadline
+    ) -> None:
+        """Tell that it is over, and learn who accuses whom: all should know the same in the next attempt."""
+        while not deadline.passed:
+            asked = [within(tell(m, self.message()), max(0.1, deadline.remaining())) for m in members]
+            for member, told in zip(
+                members, await asyncio.gather(*asked, return_exceptions=True), strict=True
+            ):
+                if isinstance(told, Votes):
+                    self.merge(member, told)
+            if all(m in self.votes for m in self.members if m not in self._lost):
+                return
+            await deadline.sleep(_AGAIN_S)
 
     async def _talk(
         self, member: str, tell: Callable[[str, Votes], Awaitable[Votes | None]], deadline: Deadline

@@ -55,23 +55,31 @@ def coordinator(
     coordinators: Sequence[str] = (ME,),
     min_clusters: int = 1,
     members: Sequence[str] = (),
+    round_s: float = 2.0,
     norms: Sequence[float] = (),
+    proofs: dict[str, str] | None = None,
 ) -> RollCalls:
-    """standings: the outer steps that clusters which answer are past. norms: of the last round."""
+    """standings: the outer steps that clusters which answer are past. norms: of the last round. proofs: the
+    lineage before the outer step in question, of clusters that can prove that they committed it.
+    """
     cap = NormCap()
     cap.remember(norms)
 
     async def standing_of(cluster: str) -> Standing | None:
         return standing(cluster, standings[cluster]) if cluster in standings else None
 
+    async def parent_of(cluster: str, t: int) -> str:
+        return (proofs or {}).get(cluster, "")
+
     return RollCalls(
         me=ME,
         run_id="run",
         spec_digest=SPEC,
-        timeouts=Timeouts(round_s=2.0),
+        timeouts=Timeouts(round_s=round_s),
         coordinators=lambda: coordinators,
         expected=lambda: expected,
         standing_of=standing_of,
+        parent_of=parent_of,
         min_clusters=lambda: min_clusters,
         gate=gate(*members),
         norm_cap=cap.cap,
@@ -114,10 +122,41 @@ def test_a_slow_cluster_is_waited_for_until_the_deadline_and_no_longer() -> None
     assert members_after(calls, ready(KEYS[0])) == [ME]
 
 
-def test_a_step_that_is_over_for_another_cluster_is_not_committed_again() -> None:
-    calls = coordinator([ME, OTHERS[0]], {OTHERS[0]: 1})
+def test_a_step_that_another_cluster_proves_to_have_committed_is_not_committed_again() -> None:
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0) | {OTHERS[0]: 1}, proofs={OTHERS[0]: LINEAGE})
     reply = asyncio.run(until_answered(lambda: calls.answer(ready(KEYS[0]), last_t=0)))
     assert reply.over and reply.call is None
+
+
+def test_a_step_that_most_have_dropped_is_not_committed_by_the_rest() -> None:
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 1))
+    reply = asyncio.run(until_answered(lambda: calls.answer(ready(KEYS[0]), last_t=0)))
+    assert reply.over and reply.call is None
+
+
+@pytest.mark.parametrize("proofs", [{}, {OTHERS[1]: OTHER}])
+def test_the_claim_of_one_that_a_step_is_over_stops_nobody(proofs: dict[str, str]) -> None:
+    calls = coordinator([ME, *OTHERS], {OTHERS[0]: 0, OTHERS[1]: 10**9}, proofs=proofs)
+    assert members_after(calls, ready(KEYS[0]), ready(KEYS[1])) == [ME, OTHERS[0]]
+
+
+def test_who_is_refused_by_most_is_not_waited_for() -> None:
+    """Its deadline has not passed when the call closes: a frozen one still counts as alive for a while."""
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0), round_s=1000.0)
+    sealed = [ready(KEYS[0], without=[OTHERS[1]]), ready(KEYS[1], without=[OTHERS[1]])]
+    assert members_after(calls, *sealed) == [ME, OTHERS[0]]
+
+
+def test_one_that_refuses_all_others_does_not_close_the_call_for_itself() -> None:
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0))
+    sealed = [ready(KEYS[0], without=OTHERS), ready(KEYS[1]), ready(KEYS[2])]
+    assert members_after(calls, *sealed[1:], sealed[0]) == OTHERS
+
+
+def test_a_few_do_not_go_on_while_most_are_alive_and_late() -> None:
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0))
+    reply = asyncio.run(until_answered(lambda: calls.answer(ready(KEYS[0]), last_t=0)))
+    assert reply.dropped and reply.call is None
 
 
 def test_clusters_of_another_history_are_left_out() -> None:
