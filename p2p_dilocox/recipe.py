@@ -40,10 +40,11 @@ OVERLAP_DEFAULTS: dict[str, tuple[Overlap, Outer]] = {
 asks for another overlap than its recipe has, so that one setting is enough to change it."""
 
 
-def _lossy(lowrank: int, feedback: str = "local") -> Compression:
+def _lossy(lowrank: int, strong_bits: int = 4, feedback: str = "local") -> Compression:
+    """docs/recipes.md has what each of these settings was measured to be worth."""
     gamma = default_gamma(feedback, lowrank)
     return Compression(
-        bits=4, return_bits=4, strong_bits=4, strong_fraction=0.125, gather_up_to=2, group=64,
+        bits=4, return_bits=4, strong_bits=strong_bits, strong_fraction=0.125, gather_up_to=2, group=64,
         lowrank=lowrank, feedback=feedback, gamma=gamma,
     )  # fmt: skip
 
@@ -62,15 +63,15 @@ _SYNCHRONOUS, _ = OVERLAP_DEFAULTS["none"]
 RECIPES: dict[str, Recipe] = {
     "dilocox": Recipe(
         about="Local AdamW steps on a pipeline per cluster; pseudo-gradients leave as low-rank factors "
-        "in 4 bits and are averaged behind the next inner steps. Unlike the paper, an average is "
-        "applied as soon as it is there and each cluster keeps its own error, which is what makes"
-        " an outer learning rate of 0.7 stable.",
+        "in 4 bits, the strongest eighth in 8, and are averaged behind the next inner steps. Unlike "
+        "the paper, an average is applied as soon as it is there and each cluster keeps its own "
+        "error, which is what makes an outer learning rate of 0.7 stable.",
         source="arXiv:2506.21263",
-        outer=_ARRIVAL_OUTER, overlap=_ARRIVAL, compression=_lossy(lowrank=64),
+        outer=_ARRIVAL_OUTER, overlap=_ARRIVAL, compression=_lossy(lowrank=64, strong_bits=8),
     ),
     "dilocox-dense": Recipe(
-        about="dilocox without the low rank: every value of the pseudo-gradient, in 4 bits. Small "
-        "models, whose updates use nearly all directions, learn more per byte this way.",
+        about="dilocox without the low rank: every value of the pseudo-gradient, in 4 bits. For small "
+        "models and fast links: no direction is lost, at twice the bytes of a rank of a quarter.",
         source="arXiv:2506.21263",
         outer=_ARRIVAL_OUTER, overlap=_ARRIVAL, compression=_lossy(lowrank=0),
     ),

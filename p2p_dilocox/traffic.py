@@ -46,11 +46,12 @@ def round_bytes(spec: RunSpec, tensors: ModelTensors, num_clusters: int) -> floa
     enough gather, all of its contribution to each.
     """
     others, gathers = num_clusters - 1, num_clusters <= spec.compression.gather_up_to
+    shares = [1.0] * (1 if gathers else num_clusters)
     total = 0
     for shapes in tensors.stages.values():
         layout = Layout(shapes, spec.compression, dense_names=tensors.dense_names)
         for phase in _PHASES:
-            for part in chunk_ranges(layout, phase, [1.0] * num_clusters):
+            for part in chunk_ranges(layout, phase, shares):
                 for start, end, bits, return_bits in part:
                     there = chunk_bytes(end - start, bits, layout.group)
                     back = chunk_bytes(end - start, return_bits, layout.group)

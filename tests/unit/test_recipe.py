@@ -9,6 +9,7 @@ from p2p_dilocox.settings import Compression, Outer
 def test_dilocox_has_both_low_rank_and_four_bits() -> None:
     compression = RECIPES["dilocox"].compression
     assert (compression.lowrank, compression.bits, compression.return_bits) == (64, 4, 4)
+    assert (compression.strong_bits, compression.strong_fraction) == (8, 0.125)
 
 
 def test_dense_differs_from_dilocox_by_the_low_rank_and_its_damping_only() -> None:

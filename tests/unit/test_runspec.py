@@ -63,7 +63,7 @@ def test_a_good_spec_is_read_with_the_defaults_of_its_recipe() -> None:
     assert spec.outer == Outer(lr=0.7, momentum=0.7)
     assert spec.overlap == Overlap(mode="arrival", keep=0.5)
     assert spec.compression == Compression(
-        bits=4, return_bits=4, strong_bits=4, strong_fraction=0.125, gather_up_to=2, group=64, lowrank=64,
+        bits=4, return_bits=4, strong_bits=8, strong_fraction=0.125, gather_up_to=2, group=64, lowrank=64,
         feedback="local", gamma=0.5,
     )  # fmt: skip
     assert total_inner_steps(spec) == 15
