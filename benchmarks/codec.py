@@ -4,10 +4,10 @@
 
 Codec: million values per second, groups of 64; "both" is an encode() that also tells what decode() will make
 of its bytes. Low rank: million parameters of the matrix per second for each step, and for the path of a
-round: project, encode, decode, orthonormalise, back project, encode, decode, own contribution off the error buffer,
-average onto the parameters, next basis. What the path moves at least, 24 bytes per parameter (two reads, two
-updates), is set against a large copy of the same run, and its 8 * lowrank operations against a large product.
-On a CPU seconds are those of the process, so that what else runs there counts less.
+round: project, encode, decode, orthonormalise, back project, encode, decode, own contribution off the error
+buffer, average onto the parameters, next basis. What the path moves at least, 24 bytes per parameter (two
+reads, two updates), is set against a large copy of the same run, and its 8 * lowrank operations against a
+large product. On a CPU seconds are those of the process, so that what else runs there counts less.
 """
 
 import argparse

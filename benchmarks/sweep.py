@@ -359,8 +359,9 @@ def main() -> None:
     if arguments.json:
         record = {
             "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}", "clusters": CLUSTERS, "start": START, "steps": STEPS,
-            "arrives": ARRIVES / H, "seconds": round(time.monotonic() - started), "rows": found,
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "clusters": CLUSTERS, "start": START, "steps": STEPS, "arrives": ARRIVES / H,
+            "seconds": round(time.monotonic() - started), "rows": found,
         }  # fmt: skip
         sys.stdout.write(json.dumps(record, indent=1) + "\n")
 
