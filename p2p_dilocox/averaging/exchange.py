@@ -22,6 +22,7 @@ from p2p_dilocox.swarm.stream import Frame, Refused, Silent, Stream
 __all__ = ["Budget", "Exchange", "Traffic"]
 
 _MEASURED_BYTES = 4 << 20  # less says nothing about a link: it fits into the buffers on the way
+_FAST_MBPS = 300.0  # beyond it a busy machine is what we would measure, not its link
 _ABORTED = "aborted: "
 _PARTING: set[asyncio.Task[None]] = set()  # else nothing would hold them
 
@@ -52,7 +53,7 @@ class Traffic:
     def measure(self) -> None:
         """A round is over: learn from it how fast our link is."""
         if self._bytes >= _MEASURED_BYTES and self._busy_s > 0:
-            mbps = 8e-6 * self._bytes / self._busy_s
+            mbps = min(_FAST_MBPS, 8e-6 * self._bytes / self._busy_s)
             self.uplink_mbps = 0.5 * (mbps + (self.uplink_mbps or mbps))
         self._busy_s, self._bytes = 0.0, 0
 
@@ -183,7 +184,7 @@ class Exchange:
         except TimeoutError:
             raise MemberFault(member, f"did not begin within {patience_s:.1f} s") from None
         except Exception as error:  # noqa: BLE001 (p2pd has many ways to say that a peer cannot be reached)
-            raise MemberFault(member, f"cannot be reached: {error}", gone=True) from error
+            raise MemberFault(member, f"cannot be reached: {error}") from error
         halves = [asyncio.create_task(half(member, stream)) for half in (self._send, self._receive)]
         try:
             await asyncio.gather(*halves)
