@@ -173,10 +173,10 @@ class Cluster:
     def running(self) -> bool:
         return all(rank.running for rank in self.ranks)
 
-    def start_round(self, t: int, members: int, **values: object) -> None:
+    def start_round(self, t: int, **values: object) -> None:
         """values: more of Member.round's arguments."""
         for rank in self.ranks:
-            rank.tell("round", t=t, members=members, **values)
+            rank.tell("round", t=t, **values)
 
     def outcome(self) -> Event:
         """The lead's; the other ranks' are the same or the history shows it."""
@@ -302,7 +302,7 @@ class Crew:
         """The round of outer step t with all clusters, or with some."""
         taking = self.clusters if clusters is None else clusters
         for cluster in taking:
-            cluster.start_round(t, len(taking))
+            cluster.start_round(t)
         return [cluster.outcome() for cluster in taking]
 
     def history(self) -> list[Line]:

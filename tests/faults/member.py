@@ -35,6 +35,7 @@ from p2p_dilocox.averaging.outcome import Outcome
 from p2p_dilocox.averaging.round import Rounds, codec_thread
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
+from p2p_dilocox.compression import chunk_bytes
 from p2p_dilocox.history import History
 from p2p_dilocox.lineage import genesis
 from p2p_dilocox.outer import OuterState
@@ -173,19 +174,16 @@ class Member:
         if self.lead is not None:
             self.network.call(self.lead.company.refresh(), _NETWORK_S)
 
-    def round(
-        self, t: int, members: int, weight: float = 100.0, strike: dict[str, Any] | None = None
-    ) -> None:
+    def round(self, t: int, weight: float = 100.0, strike: dict[str, Any] | None = None) -> None:
         """Move the parameters, start the round of outer step t, wait for its outcome and apply it.
 
-        members: how many take part, from which follows how many bytes there are to move.
         strike: {"percent": of this rank's bytes, "signal": name}: what p2pd and this process then get; with
             "alone": true p2pd does not.
         """
         self._move(t)
         self.outer.contribute(self.parameters)
         norm = math.sqrt(sum(float(r.double().square().sum()) for r in self.outer.residual.values()))
-        self._watch_bytes(t, 2 * self.predicted_bytes(members), strike)
+        self._watch_bytes(t, strike)
         say("started", t=t)
         began = time.monotonic()
         outcome = self.rounds.start(t, Offer(weight, norm)).wait(lambda: False)
@@ -251,12 +249,13 @@ class Member:
     def digests(self) -> dict[int, str]:
         return {s: self.outer.digest(names) for s, names in self.names.items()}
 
-    def _watch_bytes(self, t: int, total: float, strike: dict[str, Any] | None) -> None:
+    def _watch_bytes(self, t: int, strike: dict[str, Any] | None) -> None:
         before, said = self.meter.sent + self.meter.received, -1
 
         def moved() -> None:
             nonlocal said, strike
-            percent = int(100 * (self.meter.sent + self.meter.received - before) / max(1.0, total))
+            total = self._bytes_to_move()
+            percent = int(100 * (self.meter.sent + self.meter.received - before) / max(1, total))
             if strike is not None and percent >= strike["percent"]:
                 say("struck", t=t, percent=percent, signal=strike["signal"])
                 blow, strike = strike, None
@@ -266,6 +265,18 @@ class Member:
                 say("moved", t=t, percent=percent)
 
         self.meter.moved = moved
+
+    def _bytes_to_move(self) -> int:
+        """Sent and received by this rank in the attempt that is on the wire; parts differ in size."""
+        group, total = self.spec.compression.group, 0
+        for future in list(self.service._exchanges.values()):
+            for phase in future.result()._phases if future.done() and not future.cancelled() else ():
+                others = [m for m in phase.members if m != phase.me]
+                there = [p for m in others for p in (*phase.outgoing(m), *phase.incoming(m))]
+                back = [p for m in others for p in (*phase.returned(m), *phase.returned(phase.me))]
+                total += sum(chunk_bytes(p.end - p.start, p.bits, group) for p in there)
+                total += sum(chunk_bytes(p.end - p.start, p.return_bits, group) for p in back)
+        return total
 
     @torch.no_grad()
     def _move(self, t: int) -> None:

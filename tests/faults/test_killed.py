@@ -18,10 +18,10 @@ def test_survivors_commit_the_same_outer_step_when_one_dies_at_any_point_of_its_
     crew.round(1)
     alive = list(range(6))
     for t, percent in enumerate((30, 60, 95), start=2):
-        members, victim = len(alive), alive.pop()
+        victim = alive.pop()
         for number in alive:
-            crew.clusters[number].start_round(t, members)
-        crew.clusters[victim].start_round(t, members, strike={"percent": percent, "signal": "SIGKILL"})
+            crew.clusters[number].start_round(t)
+        crew.clusters[victim].start_round(t, strike={"percent": percent, "signal": "SIGKILL"})
         struck = crew.clusters[victim].lead.wait("struck")
         assert percent <= struck["percent"] < 100
         for number in alive:
@@ -33,16 +33,17 @@ def test_survivors_commit_the_same_outer_step_when_one_dies_at_any_point_of_its_
 
 @pytest.mark.timeout(180)
 def test_a_stage_that_dies_takes_its_cluster_out_of_every_stage(start_crew: StartCrew) -> None:
-    """2 stages x 3 clusters. One rank dies once another stage's round is on the wire; its lead lives on, as
-    it does until its supervisor notices."""
+    """2 stages x 3 clusters. One rank dies in its round, once another stage's is on the wire; its lead lives
+    on, as it does until its supervisor notices."""
     text = spec_text(min_clusters=3, round_s=20, stages=2, more=FLOATS)
     crew = start_crew(text, matrices=1, side=1024)
     a, b, c = crew.join(3, split=((0,), (1,)))
     crew.round(1)
-    for cluster in (a, b, c):
-        cluster.start_round(2, 3)
-    a.lead.wait("moved")
-    c.ranks[1].send(signal.SIGKILL)
+    for cluster in (a, b):
+        cluster.start_round(2)
+    c.lead.tell("round", t=2)
+    c.lead.wait("moved")
+    c.ranks[1].tell("round", t=2, strike={"percent": 30, "signal": "SIGKILL"})
     outcomes = [cluster.outcome() for cluster in (a, b)]
     c.lead.send(signal.SIGKILL)
     for outcome in outcomes:

@@ -38,7 +38,7 @@ def test_a_cut_link_costs_the_others_no_outer_step_and_a_joined_one_brings_the_c
     crew = start(start_crew, links, FLOATS)
     *others, away = crew.clusters
     for cluster in crew.clusters:
-        cluster.start_round(4, 4)
+        cluster.start_round(4)
     away.lead.wait("moved")
     links.cut(3)
     for cluster in others:
@@ -64,7 +64,7 @@ def test_a_straggler_on_a_2_mbit_link_is_left_out_and_named_and_not_paid_for_eve
     retried, notes = [], []
     for t in range(4, 10):
         for cluster in crew.clusters:
-            cluster.start_round(t, 4)
+            cluster.start_round(t)
         outcomes = [cluster.outcome() for cluster in others]
         for outcome in outcomes:
             assert members_of(outcome) == sorted(c.id for c in others), outcome
