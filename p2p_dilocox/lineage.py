@@ -7,7 +7,7 @@ floating point differs between machines, bytes do not.
 import hashlib
 from collections.abc import Iterable, Mapping
 
-__all__ = ["combined_digest", "genesis", "next_lineage", "round_digest"]
+__all__ = ["combined_digest", "genesis", "next_lineage", "part_digest", "round_digest"]
 
 
 def genesis(spec_digest: str) -> str:
@@ -30,6 +30,11 @@ def combined_digest(stage_digests: Mapping[int, str]) -> str:
         return ""
     joined = "".join(f"{stage}:{digest};" for stage, digest in sorted(stage_digests.items()))
     return hashlib.sha256(joined.encode()).hexdigest()
+
+
+def part_digest(pieces: Iterable[bytes]) -> str:
+    """16 hexadecimal digits of what came from one member of a round."""
+    return round_digest(pieces)[:16]
 
 
 def next_lineage(parent: str, t: int, members: Iterable[str], combined: str) -> str:

@@ -39,6 +39,7 @@ CALL_FAILED = (
 _HEARTBEAT_S = 3.0
 _OTHERS_KEPT = 64
 _LINEAGES_KEPT = 64
+_NO_DOUBT = Deadline(0)
 _Reply = TypeVar("_Reply")
 
 
@@ -96,6 +97,7 @@ class Company:
         self.gate = service.gate
         self._since, self._published = time.time(), False
         self._ranks: dict[str, list[RankAddress]] = {}
+        self._doubted: dict[str, Deadline] = {}
         self._heart: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -206,15 +208,30 @@ class Company:
         question: calls one RPC of the stub it is given, with a timeout.
         """
         ranks = self._ranks.get(cluster)
-        if ranks is None:
+        if ranks is None or not self._doubted.get(cluster, _NO_DOUBT).passed:
             return None
         try:
             return await question(self._service.stub(ranks[0].peer))
+        except TimeoutError:
+            self.doubt(cluster)
+            return None
         except CALL_FAILED:
             return None
 
+    def doubt(self, cluster: str) -> None:
+        """It seems frozen: it is not asked again for a round, or until it speaks. Else we would wait for it
+        at each turn of a round, one after the other.
+        """
+        self._doubted[cluster] = Deadline(self.timeouts.round_s)
+
+    def heard(self, cluster: str) -> None:
+        """It has spoken to us."""
+        self._doubted.pop(cluster, None)
+
     async def standing_of(self, cluster: str) -> Standing | None:
-        """Where another cluster stands; None if it does not answer in time."""
+        """Where a cluster stands; None if it does not answer in time."""
+        if cluster == self.me:
+            return self.standing()  # perhaps late, but not dead
         ask = Ask(shown=self.gate.own)
         return await self.ask(cluster, lambda stub: stub.rpc_standing(ask, timeout=self.timeouts.reply_s))
 

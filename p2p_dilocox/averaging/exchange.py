@@ -19,11 +19,11 @@ from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.patience import within
 from p2p_dilocox.swarm.stream import Frame, Refused, Silent, Stream
 
-__all__ = ["Budget", "Exchange", "Traffic"]
+__all__ = ["ABORTED", "Budget", "Exchange", "Traffic"]
 
 _MEASURED_BYTES = 4 << 20  # less says nothing about a link: it fits into the buffers on the way
 _FAST_MBPS = 300.0  # beyond it a busy machine is what we would measure, not its link
-_ABORTED = "aborted: "
+ABORTED = "aborted: "
 _PARTING: set[asyncio.Task[None]] = set()  # else nothing would hold them
 
 
@@ -106,7 +106,7 @@ class Exchange:
         self._phases, self._peers, self._dials, self._dial = phases, peers, dials, dial
         self._traffic, self._budget = traffic, budget
         self._limit = max(p.frame_bytes() for p in phases)
-        self._over = asyncio.Event()
+        self._over, self._reason = asyncio.Event(), ""
         self._lines = {
             m: _Line(asyncio.get_running_loop().create_future(), self._due(m))
             for m, ours in enumerate(dials)
@@ -117,6 +117,8 @@ class Exchange:
         """A member dialled us. Returns when the exchange is over. Raises NotTrustedError if it was not its
         turn.
         """
+        if self._reason:
+            raise ConnectionError(ABORTED + self._reason)
         member = self._peers.index(stream.peer) if stream.peer in self._peers else None
         line = self._lines.get(member) if member is not None else None
         if member is None or line is None or self._dials[member] or line.stream.done():
@@ -135,7 +137,7 @@ class Exchange:
         }
         tasks = list(pending)
         usual, limit = Deadline(self._budget.usual_s), Deadline(self._budget.limit_s)
-        reason = "the round is over"
+        reason, suspect = "the round is over", None
         try:
             while pending:
                 look_s = limit.remaining() if usual.passed else limit.within(usual.remaining())
@@ -151,12 +153,13 @@ class Exchange:
                     raise Aborted(f"no average within {self._budget.limit_s:.1f} s")
         except BaseException as error:
             reason = str(error) or "given up"
+            suspect = getattr(error, "member", None)
             raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._hang_up(reason)
+            await self._hang_up(reason if suspect is None else f"{suspect}: {reason}")
 
     def _due(self, member: int) -> dict[tuple[int, Frame], int]:
         return {
@@ -191,8 +194,8 @@ class Exchange:
             line.finished = True
         except Refused as error:
             text = str(error)
-            if text.startswith(_ABORTED):
-                raise Aborted(text.removeprefix(_ABORTED)) from error
+            if text.startswith(ABORTED):
+                raise self._aborted(text.removeprefix(ABORTED)) from error
             raise MemberFault(member, f"refused: {text}") from error
         except (ConnectionError, NotTrustedError) as error:
             gone = isinstance(error, ConnectionError) and not isinstance(error, Silent)
@@ -260,6 +263,12 @@ class Exchange:
             except ConnectionError:
                 return  # it died, perhaps after it had all: the votes will tell
 
+    def _aborted(self, text: str) -> Aborted:
+        """What another member says when it ends the exchange, with the number of the one that it blames."""
+        number, _, reason = text.partition(": ")
+        known = number.isascii() and number.isdigit() and len(number) < 5 and int(number) < len(self._peers)
+        return Aborted(reason, suspect=int(number)) if known else Aborted(text)
+
     def _blame_the_slow(self, *, at_the_end: bool) -> None:
         """Raise MemberFault for a member that holds the others up, unless most do: then it is more likely us.
 
@@ -282,10 +291,11 @@ class Exchange:
         What we say last would be lost if we closed the stream behind it: who is told closes, we wait for
         that.
         """
+        self._reason = reason
         lines = [line for line in self._lines.values() if line.stream.done() and not line.stream.cancelled()]
         lines = [line for line in lines if line.stream.exception() is None]
         await asyncio.gather(
-            *(li.stream.result().refuse(_ABORTED + reason) for li in lines if not li.finished)
+            *(li.stream.result().refuse(ABORTED + reason) for li in lines if not li.finished)
         )
         for line in self._lines.values():
             line.stream.cancel()

@@ -5,7 +5,9 @@ stands out.
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["Grudges", "NormCap", "left_out"]
+from p2p_dilocox.swarm.messages import Vote
+
+__all__ = ["Grudges", "NormCap", "different_parts", "left_out"]
 
 _LONGEST = 6  # strikes; 2^6 outer steps
 _CAP = 10.0
@@ -61,6 +63,20 @@ def left_out(without: Mapping[str, Collection[str]]) -> list[str]:
         if not quarrels:
             return sorted(gone)
         gone.append(max(quarrels, key=lambda c: (quarrels[c], refused[c], c)))
+
+
+def different_parts(members: Sequence[str], votes: Mapping[str, Vote]) -> dict[str, list[str]]:
+    """Who accuses whom when averages differ: per voter the members from whom it has other bytes than most
+    have.
+    """
+    accusers: dict[str, list[str]] = {}
+    for index, owner in enumerate(members):
+        got = {c: v.parts[index] for c, v in votes.items() if c != owner and len(v.parts) == len(members)}
+        most, count = Counter(got.values()).most_common(1)[0] if got else ("", 0)
+        for voter, digest in got.items():
+            if digest != most or (count == 1 and len(got) > 1):
+                accusers.setdefault(voter, []).append(owner)
+    return accusers
 
 
 class NormCap:

@@ -13,4 +13,10 @@ class MemberFault(Exception):
 
 
 class Aborted(Exception):
-    """The averaging ended and it is not ours to say whose fault it was."""
+    """The averaging ended and it is not ours to say whose fault it was. `suspect`: whom another member
+    blames.
+    """
+
+    def __init__(self, reason: str, *, suspect: int | None = None) -> None:
+        super().__init__(reason)
+        self.suspect = suspect

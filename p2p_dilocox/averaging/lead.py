@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from p2p_dilocox.averaging.catchup import read_result
 from p2p_dilocox.averaging.company import Company
 from p2p_dilocox.averaging.deadlines import Deadline
-from p2p_dilocox.averaging.exclusion import Grudges, NormCap, left_out
+from p2p_dilocox.averaging.exclusion import Grudges, NormCap, different_parts, left_out
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.rollcall import RollCalls, Roster, coordinator_order, read_call
 from p2p_dilocox.averaging.vote import Ballot
 from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
-from p2p_dilocox.lineage import combined_digest, next_lineage
+from p2p_dilocox.lineage import combined_digest, next_lineage, part_digest
 from p2p_dilocox.swarm.messages import (
     Ask,
     CallReply,
@@ -52,6 +52,7 @@ class _Attempt:
     reasons: list[str] = field(default_factory=list)
     accused: dict[str, str] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
+    parts: dict[int, list[str]] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     decision: asyncio.Future[Decision] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -174,7 +175,7 @@ class Lead:
         reason = "; ".join(dict.fromkeys(entry.reasons))[:500]
         vote = Vote(
             cluster_id=self.me, t=t, attempt=attempt, call=roster.key, digest=digest, reason=reason,
-            accused=list(entry.accused),
+            accused=list(entry.accused), parts=_over_all_stages(entry.parts) if digest else [],
         )  # fmt: skip
         ballot = self._ballot(t, attempt)
         outcome = await ballot.decide(
@@ -246,12 +247,14 @@ class Lead:
     async def on_hello(self, sealed: bytes) -> Standing:
         presence = open_sealed(sealed, self.run_id, Presence)
         self.gate.require(presence.cluster_id)
+        self.company.heard(presence.cluster_id)
         if presence.cluster_id != self.me:
             self.company.present[presence.cluster_id] = presence
             await self.company.meet(presence.cluster_id, presence.ranks)
         return self.company.standing()
 
     async def on_ready(self, sealed: bytes) -> CallReply:
+        self.company.heard(open_sealed(sealed, self.run_id, Ready).cluster_id)
         return await self.rollcalls.answer(sealed, last_t=self.progress.t)
 
     async def on_call(self, ask: Ask) -> CallReply:
@@ -276,6 +279,9 @@ class Lead:
         entry.digests.update({int(stage): digest for stage, digest in done.digests.items()})
         entry.accused |= done.accused
         entry.gone |= done.gone
+        entry.parts.update({int(stage): parts for stage, parts in done.parts.items()})
+        for cluster in (*done.accused, *done.suspects):
+            self.company.doubt(cluster)
         if done.reason and done.reason not in entry.reasons:
             entry.reasons.append(done.reason)
         if len(entry.digests) == self.num_stages or not all(entry.digests.values()):
@@ -284,6 +290,7 @@ class Lead:
     async def on_votes(self, votes: Votes, cluster: str) -> Votes:
         if abs(votes.t - self.progress.t) > _BALLOTS_AHEAD or votes.attempt >= _MOST_ATTEMPTS:
             raise NotTrustedError(f"votes on outer step {votes.t}, we are at {self.progress.t}")
+        self.company.heard(cluster)
         ballot = self._ballot(votes.t, votes.attempt)
         ballot.merge(cluster, votes)
         await ballot.settled(self.timeouts.poll_s)
@@ -325,21 +332,21 @@ class Lead:
         would fail the next attempt too.
         """
         votes = ballot.votes
-        accusers = {c: vote.accused for c, vote in votes.items() if vote.accused}
+        accusers = {c: list(vote.accused) for c, vote in votes.items() if vote.accused}
+        differ = len({vote.digest for vote in votes.values() if vote.digest}) > 1
+        if differ:
+            accusers = different_parts(ballot.members, votes)
         gone = left_out({c: accusers.get(c, []) for c in ballot.members})
-        accused = {}
+        accused = {c: f"it told votes that others did not cast: {why}" for c, why in ballot.forgers.items()}
         for cluster in gone:
-            said = [votes[a].reason for a in accusers if cluster in accusers[a]] or [
-                "it refuses several others"
-            ]
-            accused[cluster] = f"it {entry.accused[cluster]}" if cluster in entry.accused else said[0]
-        if not accusers:
+            said = [votes[a].reason for a in accusers if cluster in accusers[a] and votes[a].reason]
+            why = "it sent other averages to others" if differ else (said or ["it refuses several"])[0]
+            accused[cluster] = f"it {entry.accused[cluster]}" if cluster in entry.accused else why
+        if not accused and not differ:
             failed = {
-                c: vote.reason or "it could not average"
-                for c, vote in ballot.votes.items()
-                if not vote.digest
+                c: vote.reason or "it could not average" for c, vote in votes.items() if not vote.digest
             }
-            failed |= {c: "it did not vote" for c in ballot.members if c not in ballot.votes}
+            failed |= {c: "it did not vote" for c in ballot.members if c not in votes}
             accused = failed if 2 * len(failed) <= len(ballot.members) and self.me not in failed else {}
         for cluster, why in accused.items():
             if cluster != self.me:
@@ -378,3 +385,9 @@ class Lead:
             for key in [k for k in table if k[0] < t - _KEPT]:
                 del table[key]
         self._followed = {k: f for k, f in self._followed.items() if k >= t - _KEPT}
+
+
+def _over_all_stages(parts: dict[int, list[str]]) -> list[str]:
+    """Per member one digest of what came from it on all stages."""
+    by_member = zip(*(parts[stage] for stage in sorted(parts)), strict=True)
+    return [part_digest(digest.encode() for digest in of_member) for of_member in by_member]

@@ -35,7 +35,7 @@ from p2p_dilocox.averaging.rollcall import Roster, read_call
 from p2p_dilocox.averaging.service import ExchangeKey, Service
 from p2p_dilocox.compression import Layout
 from p2p_dilocox.errors import ClusterError, DriftedError
-from p2p_dilocox.lineage import combined_digest, round_digest
+from p2p_dilocox.lineage import combined_digest, part_digest, round_digest
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.swarm.messages import (
     Ask,
@@ -209,6 +209,8 @@ class Rounds:
         reasons: list[str] = []
         accused: dict[str, str] = {}
         gone: dict[str, str] = {}
+        suspects: list[str] = []
+        parts: dict[str, list[str]] = {}
         averages: dict[int, tuple[Average, Average]] = {}
         chunks: dict[int, list[bytes]] = {}
         budget = self._budget(deadline.within(roster.remaining_s))
@@ -222,11 +224,15 @@ class Rounds:
                 (gone if fault.gone else accused)[roster.ids[fault.member]] = str(fault)[:500]
                 return
             except (Aborted, *CALL_FAILED) as error:
+                suspect = getattr(error, "suspect", None)
+                suspects.extend([] if suspect is None else [roster.ids[suspect]])
                 digests[str(stage)] = ""
                 reasons.append(f"stage {stage}: {str(error) or 'out of time'}")
                 return
             averages[stage] = (code.decode(p.average, q.average), code.decode(p.own, q.own))
             chunks[stage] = [data for part in (*p.chunks, *q.chunks) for data in part]
+            by_owner = list(zip(p.chunks, q.chunks, strict=False))
+            parts[str(stage)] = await self._compute(lambda: [part_digest((*a, *b)) for a, b in by_owner])
             digests[str(stage)] = await self._compute(lambda: round_digest(chunks[stage]))
 
         await asyncio.gather(*(one(stage) for stage in coded))
@@ -237,6 +243,8 @@ class Rounds:
             reason="; ".join(reasons)[:500],
             accused=accused,
             gone=gone,
+            suspects=suspects,
+            parts=parts,
         )
         if len(averages) < len(coded):
             return done, None

@@ -7,14 +7,14 @@ and its DHT, and own the round. Short questions are RPCs, tensors travel in stre
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol, TypeVar
 
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.servicer import ServicerBase, StubBase
 
-from p2p_dilocox.averaging.exchange import Exchange, Traffic
+from p2p_dilocox.averaging.exchange import ABORTED, Exchange, Traffic
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.messages import (
@@ -41,6 +41,7 @@ ExchangeKey = tuple[int, int, int, str]  # t, attempt, stage, key of the roll ca
 _QUESTION_BYTES = 1 << 16
 _SLICE_BYTES = 1 << 18
 _MOST_FRAME_BYTES = 1 << 22
+_CLOSED_KEPT = 256
 _MAX_STREAMS = 64  # open at once by one peer
 _MAX_SNAPSHOTS = 2  # made at once: each is a copy of the state in memory
 M = TypeVar("M", bound=Message)
@@ -84,6 +85,7 @@ class Service(ServicerBase):
         self._own: frozenset[str] = frozenset()
         self._patience_s, self._average_of, self._snapshot_of = patience_s, average_of, snapshot_of
         self._exchanges: dict[ExchangeKey, asyncio.Future[Exchange]] = {}
+        self._closed: deque[ExchangeKey] = deque(maxlen=_CLOSED_KEPT)
         self._streams: Counter[str] = Counter()
         self._snapshots = asyncio.Semaphore(_MAX_SNAPSHOTS)
 
@@ -143,6 +145,7 @@ class Service(ServicerBase):
             future.set_result(exchange)
 
     def close_exchange(self, key: ExchangeKey) -> None:
+        self._closed.append(key)
         future = self._exchanges.pop(key, None)
         if future is not None:
             future.cancel()
@@ -186,6 +189,8 @@ class Service(ServicerBase):
         opening = await self._question(stream, Opening)
         self._admit(opening.shown, stream.peer)
         key = (opening.t, opening.attempt, opening.stage, opening.call)
+        if key in self._closed:
+            raise ConnectionError(f"{ABORTED}the round is over here")
         with self._counted(stream):
             future = self._future(key)
             try:

@@ -12,6 +12,7 @@ of the commit later adopts it.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
@@ -38,6 +39,7 @@ class Ballot:
         self._call = ""
         self._sealed: dict[bytes, Vote] = {}
         self._told: dict[str, set[str]] = {}  # who has told us which members' votes
+        self.forgers: dict[str, str] = {}  # who has told us votes that others did not sign
         self._lost: set[str] = set()
         self._heard: set[str] = set()  # who has answered us since we vote
         self._frozen_s = 0.0
@@ -71,14 +73,20 @@ class Ballot:
 
     def merge(self, sender: str, told: Votes) -> None:
         """Learn what `sender` knows. Raises NotTrustedError for a vote that its cluster did not sign."""
+        forged: NotTrustedError | None = None
         for sealed in told.votes:
-            self._enter(sealed, sender)
+            try:
+                self._enter(sealed, sender)
+            except NotTrustedError as error:
+                self.forgers[sender], forged = str(error), error
         self._told.setdefault(sender, set()).update(
             self._sealed[s].cluster_id for s in told.votes if s in self._sealed
         )
         if told.outcome == "aborted" and self.outcome == "open" and not self._shown_complete(sender):
             self._end("aborted", f"{sender} gave up")
         self._changed.set()
+        if forged is not None:
+            raise forged
 
     async def settled(self, timeout_s: float) -> None:
         """Until there is nothing left to wait for, or for timeout_s seconds."""
@@ -145,7 +153,8 @@ class Ballot:
                 members, await asyncio.gather(*asked, return_exceptions=True), strict=True
             ):
                 if isinstance(told, Votes):
-                    self.merge(member, told)
+                    with contextlib.suppress(NotTrustedError):
+                        self.merge(member, told)
             if all(m in self.votes for m in self.members if m not in self._lost):
                 return
             await deadline.sleep(_AGAIN_S)
@@ -168,8 +177,13 @@ class Ballot:
             else:
                 failed_since, failures = None, 0
                 self._lost.discard(member)
-                self.merge(member, told)
                 self._heard.add(member)
+                try:
+                    self.merge(member, told)
+                except NotTrustedError:  # a liar is as good as lost
+                    self._lost.add(member)
+                    self._changed.set()
+                    return
                 if time.monotonic() - asked < _AGAIN_S:
                     await deadline.sleep(_AGAIN_S)
 

@@ -23,6 +23,8 @@ PROTOCOL = 2  # raised when two versions could not average together
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 ClusterId = Annotated[str, msgspec.Meta(pattern=r"^[a-z2-7]{16}\Z")]
+PartDigest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+PartDigests = Annotated[list[PartDigest], msgspec.Meta(max_length=256)]
 PeerName = Annotated[str, msgspec.Meta(pattern=r"^[1-9A-HJ-NP-Za-km-z]{20,80}\Z")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}\Z")]
@@ -171,7 +173,8 @@ class Ask(Message, frozen=True, kw_only=True):
 class Vote(Message, frozen=True, kw_only=True):
     """A cluster's vote on (t, attempt) of the member list `call`: the digest over all its stages' averages.
 
-    An empty digest is a "no" for `reason`. `accused`: the members that made the averaging fail.
+    An empty digest is a "no" for `reason`. `accused`: the members that made the averaging fail. `parts`: a
+    short digest of what came from each member, so that one that sends other bytes to each can be found.
     """
 
     cluster_id: ClusterId
@@ -181,6 +184,7 @@ class Vote(Message, frozen=True, kw_only=True):
     digest: Annotated[str, msgspec.Meta(max_length=64)]
     reason: Reason = ""
     accused: Annotated[list[ClusterId], msgspec.Meta(max_length=256)] = []
+    parts: PartDigests = []
 
 
 class Votes(Message, frozen=True, kw_only=True):
@@ -198,7 +202,8 @@ class Votes(Message, frozen=True, kw_only=True):
 class StageDone(Message, frozen=True, kw_only=True):
     """A rank tells its lead the digests of its stages' averages in (t, attempt); "" if it has none.
 
-    `accused`: which member made it fail, and how. `gone`: whose connection ended, dead or not.
+    `accused`: which member made it fail, and how. `gone`: whose connection ended, dead or not. `suspects`:
+    whom another member blames. `parts`: by stage, see Vote.
     """
 
     t: Count
@@ -207,6 +212,8 @@ class StageDone(Message, frozen=True, kw_only=True):
     reason: Reason = ""
     accused: Annotated[dict[ClusterId, Reason], msgspec.Meta(max_length=256)] = {}
     gone: Annotated[dict[ClusterId, Reason], msgspec.Meta(max_length=256)] = {}
+    suspects: Annotated[list[ClusterId], msgspec.Meta(max_length=256)] = []
+    parts: Annotated[dict[str, PartDigests], msgspec.Meta(max_length=4096)] = {}
 
 
 class Decision(Message, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """Rounds over real libp2p streams: the same bytes for all, the right mean, and what happens when someone is
 gone."""
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -11,6 +12,7 @@ from hivemind.p2p import P2PHandlerError
 from p2p_dilocox.averaging.deadlines import Deadline
 from p2p_dilocox.averaging.joining import make_plan
 from p2p_dilocox.averaging.outcome import Outcome
+from p2p_dilocox.averaging.rollcall import coordinator_order
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import Ask, Decision
 
@@ -225,12 +227,17 @@ def test_a_drifted_cluster_is_sent_away_on_all_its_ranks_and_the_others_go_on(sw
     net = swarm(spec_text("fedavg", min_clusters=3, more=LOSSLESS))
     clusters = [net.join(), net.join([[0], [1]]), net.join()]
     right, drifted = (1.0, 2.0, 3.0, 4.0, 50.0), (1.0, 2.0, 3.0, 4.1, 50.0)
-    for cluster, anchor in zip(clusters, (right, drifted, right), strict=True):
-        cluster.contribute(1, 0.5, fingerprint=anchor)
-    for outcome in (*clusters[0].land(), *clusters[2].land()):
-        assert len(outcome.steps[0].members) == 2, outcome.reason
-    first, second = clusters[1].land()
-    assert first.failed and first.drifted and "not those of the other clusters" in first.reason
+    for t in range(1, 10):
+        for cluster, anchor in zip(clusters, (right, drifted, right), strict=True):
+            cluster.contribute(t, 0.5, fingerprint=anchor)
+        for outcome in (*clusters[0].land(), *clusters[2].land()):
+            assert len(outcome.steps[0].members) == 2, outcome.reason
+        first, second = clusters[1].land()
+        if first.failed:
+            break
+        # The word of one coordinator only makes it follow.
+        assert [step.own for outcome in (first, second) for step in outcome.steps] == [None, None]
+    assert first.drifted and "not those of the other clusters" in first.reason
     assert not second.steps
 
 
@@ -302,3 +309,17 @@ def test_a_joiner_does_not_believe_a_cluster_that_claims_to_be_far_ahead(swarm: 
         company = cluster.lead.company
         cluster.ranks[0].network.call(company._compare_histories(), 20)
         assert not company.progress.astray
+
+
+def test_a_coordinator_that_is_late_itself_does_not_take_itself_for_dead(swarm: MakeSwarm) -> None:
+    net = swarm(spec_text("fedavg", min_clusters=2, more=LOSSLESS))
+    clusters = [net.join(), net.join()]
+    in_step(net, clusters, 1)
+    first = coordinator_order([c.id for c in clusters], 2)[0]
+    early, late = sorted(clusters, key=lambda c: c.id == first)
+    early.contribute(2, 1.0)
+    time.sleep(3.0)  # longer than a coordinator waits before it asks whether those that are missing live
+    late.contribute(2, 3.0)
+    for cluster in clusters:
+        (outcome,) = cluster.land()
+        assert [len(step.members) for step in outcome.steps] == [2], outcome.reason

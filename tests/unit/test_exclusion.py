@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_dilocox.averaging.exclusion import Grudges, NormCap, left_out
+from p2p_dilocox.averaging.exclusion import Grudges, NormCap, different_parts, left_out
+from p2p_dilocox.swarm.messages import Vote
 
 CLUSTERS = st.sets(st.sampled_from("abcdefgh"), min_size=1)
 
@@ -78,3 +79,32 @@ def test_one_of_two_cannot_lift_the_cap_for_itself() -> None:
     norms = NormCap()
     norms.remember([1.0, 1.0])
     assert norms.cap([1.0, 1e9]) == 10.0
+
+
+def votes(**parts: str) -> dict[str, Vote]:
+    """One letter per member's part; a voter's digest of a part is that letter."""
+    return {
+        c: Vote(
+            cluster_id=c * 16,
+            t=1,
+            attempt=0,
+            call="c" * 64,
+            digest="d" * 64,
+            parts=[p * 16 for p in of_voter],
+        )
+        for c, of_voter in parts.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "gone"),
+    [
+        (votes(a="0101", b="0101", c="0101", d="0101"), []),
+        (votes(a="0001", b="0011", c="0021", d="0021"), ["c"]),  # c sent other averages to a and b
+        (votes(a="0000", b="0000", c="0000", d="1110"), ["d"]),  # d says so of everybody
+        (votes(a="0100", b="0000", c="0000", d="0000"), ["b"]),  # a and b quarrel: nobody can tell
+    ],
+)
+def test_who_sends_other_averages_to_each_is_found(found: dict[str, Vote], gone: list[str]) -> None:
+    accusers = different_parts("abcd", found)
+    assert left_out({c: accusers.get(c, []) for c in "abcd"}) == gone

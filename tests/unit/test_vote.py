@@ -1,6 +1,7 @@
 """Votes among members in one event loop, with links that fail at every possible moment."""
 
 import asyncio
+import contextlib
 import itertools
 import random
 from collections.abc import Awaitable, Callable
@@ -38,7 +39,8 @@ class Assembly:
             await asyncio.sleep(0)
             if {sender, member} & self.dead or self.cut(sender, member):
                 return None
-            self.ballots[member].merge(sender, votes)
+            with contextlib.suppress(NotTrustedError):  # goes to the sender alone
+                self.ballots[member].merge(sender, votes)
             await self.ballots[member].settled(0.05)
             if {sender, member} & self.dead:
                 return None
@@ -130,6 +132,20 @@ def test_nobody_can_vote_for_another() -> None:
     elsewhere = sealed(MEMBERS[1], DIGEST, attempt=1)
     with pytest.raises(NotTrustedError):
         ballot.merge(MEMBERS[1], Votes(t=1, attempt=0, votes=[elsewhere], outcome="open"))
+
+
+@pytest.mark.parametrize("liar", range(3))
+def test_forged_votes_fail_nobody_else_and_name_who_told_them(liar: int) -> None:
+    assembly = Assembly(teller=liar)
+    forger = MEMBERS[liar]
+    victim = MEMBERS[(liar + 1) % 3]
+    vote = Vote(cluster_id=victim, t=1, attempt=0, call=CALL, digest=OTHER)
+    assembly.ballots[forger]._sealed[seal(KEYS[forger], "run", vote)] = vote
+    honest = [m for m in MEMBERS if m != forger]
+    outcomes = asyncio.run(assembly.vote(dict.fromkeys(honest, DIGEST)))
+    assert set(outcomes.values()) == {"aborted"}
+    assert any(forger in assembly.ballots[m].forgers for m in honest)
+    assert all(set(assembly.ballots[m].forgers) <= {forger} for m in honest)
 
 
 def test_saying_that_a_round_is_committed_commits_nothing() -> None:
