@@ -26,7 +26,7 @@ from p2p_dilocox.averaging.company import CALL_FAILED, Progress
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.division import PHASES, Division
 from p2p_dilocox.averaging.exchange import Budget, Exchange
-from p2p_dilocox.averaging.fault import Aborted, MemberFault
+from p2p_dilocox.averaging.fault import Aborted, MemberFault, forget_frames
 from p2p_dilocox.averaging.kept import KeptRounds
 from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.offer import Offer
@@ -220,10 +220,12 @@ class Rounds:
             try:
                 p, q = await self._exchange(t, roster, stage, code, vectors[stage], budget)
             except MemberFault as fault:
+                forget_frames(fault)
                 digests[str(stage)] = ""
                 (gone if fault.gone else accused)[roster.ids[fault.member]] = str(fault)[:500]
                 return
             except (Aborted, *CALL_FAILED) as error:
+                forget_frames(error)
                 suspect = getattr(error, "suspect", None)
                 suspects.extend([] if suspect is None else [roster.ids[suspect]])
                 digests[str(stage)] = ""
