@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from p2p_dilocox.averaging.fault import MemberFault
-from p2p_dilocox.compression import Piece, chunk_bytes, pack_chunk, round_trip, unpack_chunk
+from p2p_dilocox.compression import Piece, chunk_bytes, pack_chunk, unpack_chunk
 
 __all__ = ["CHUNK_VALUES", "Averaging", "Butterfly", "Gather", "decode_butterfly", "decode_gather"]
 
@@ -124,8 +124,7 @@ class Averaging(ABC):
 
     def _encode_own(self, piece: Piece) -> bytes:
         values = self._vector.result()[piece.start : piece.end]
-        self.own[piece.start : piece.end] = round_trip(values, piece.bits, self.group)
-        return pack_chunk(values, piece.bits, self.group)
+        return pack_chunk(values, piece.bits, self.group, decoded=self.own[piece.start : piece.end])
 
     def _decode(self, member: int, piece: Piece, data: bytes) -> Tensor:
         try:
@@ -238,9 +237,8 @@ class Butterfly(Averaging):
     def _finish(self, index: int) -> bytes:
         piece, weight = self.parts[self.me][index], self.weights[self.me]
         exact = self._sums[index].div_(sum(self.weights))
-        data = pack_chunk(exact, piece.return_bits, self.group)
-        decoded = unpack_chunk(data, n=piece.end - piece.start, bits=piece.return_bits, group=self.group)
-        self.average[piece.start : piece.end] = decoded
+        decoded = self.average[piece.start : piece.end]
+        data = pack_chunk(exact, piece.return_bits, self.group, decoded=decoded)
         # What the encoding of the average lost goes into our error buffer, scaled so that our next
         # contribution moves the mean by it: local error feedback with the reducer's residual.
         if weight > 0:
