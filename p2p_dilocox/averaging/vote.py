@@ -38,6 +38,7 @@ class Ballot:
         self.members: list[str] = []  # known once we vote
         self._call = ""
         self._sealed: dict[bytes, Vote] = {}
+        self._gave_up: set[str] = set()
         self._told: dict[str, set[str]] = {}  # who has told us which members' votes
         self.forgers: dict[str, str] = {}  # who has told us votes that others did not sign
         self._lost: set[str] = set()
@@ -82,8 +83,8 @@ class Ballot:
         self._told.setdefault(sender, set()).update(
             self._sealed[s].cluster_id for s in told.votes if s in self._sealed
         )
-        if told.outcome == "aborted" and self.outcome == "open" and not self._shown_complete(sender):
-            self._end("aborted", f"{sender} gave up")
+        if told.outcome == "aborted":
+            self._gave_up.add(sender)
         self._changed.set()
         if forged is not None:
             raise forged
@@ -228,6 +229,10 @@ class Ballot:
             )
         elif known and not self._agree():
             self._end("aborted", "the members' averages differ")
+        elif quitters := sorted(
+            m for m in self._gave_up if m in self.members and not self._shown_complete(m)
+        ):
+            self._end("aborted", f"{', '.join(quitters)} gave up")
         elif self.complete:
             alive = [m for m in others if m not in self._lost]
             if not alive or any(self._shown_complete(m) for m in alive):

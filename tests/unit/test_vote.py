@@ -180,3 +180,19 @@ def test_a_proof_needs_the_vote_of_every_member(fault: str) -> None:
         votes[2] = votes[2][:-1] + bytes([votes[2][-1] ^ 1])
     with pytest.raises(NotTrustedError):
         check_votes(votes, "run", 1, CALL, MEMBERS, DIGEST)
+
+
+def test_one_that_is_no_member_cannot_make_others_give_up() -> None:
+    assembly, stranger = Assembly(), SigningKey.generate().cluster_id
+    for ballot in assembly.ballots.values():
+        ballot.merge(stranger, Votes(t=1, attempt=0, votes=[], outcome="aborted"))
+    outcomes = asyncio.run(assembly.vote(dict.fromkeys(MEMBERS, DIGEST)))
+    assert set(outcomes.values()) == {"committed"}
+
+
+def test_a_member_that_gives_up_ends_the_round_for_all() -> None:
+    assembly = Assembly()
+    assembly.ballots[MEMBERS[1]].merge(MEMBERS[2], Votes(t=1, attempt=0, votes=[], outcome="aborted"))
+    assembly.dead = {MEMBERS[2]}
+    outcomes = asyncio.run(assembly.vote(dict.fromkeys(MEMBERS[:2], DIGEST)))
+    assert set(outcomes.values()) == {"aborted"}
