@@ -15,6 +15,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from p2p_dilocox.averaging.fault import MemberFault
 from p2p_dilocox.compression import Piece, chunk_bytes, pack_chunk, unpack_chunk
 
-__all__ = ["CHUNK_VALUES", "Averaging", "Butterfly", "Gather", "decode_butterfly", "decode_gather"]
+__all__ = ["CHUNK_VALUES", "Averaging", "Butterfly", "Gather", "Terms", "decode_butterfly", "decode_gather"]
 
 CHUNK_VALUES = 1 << 18  # values per message: 139 KB at 4 bits
 # How much longer than announced a contribution may be: coding in few bits lengthens a vector, at 2 bits up to
@@ -33,31 +34,37 @@ _NORM_SLACK = 2.0
 _T = TypeVar("_T")
 
 
-class Averaging(ABC):
-    """What both have in common. All arithmetic runs in `codec`, an executor of one thread, never on the event
-    loop.
+@dataclass(frozen=True)
+class Terms:
+    """What the members agree on before they average.
 
     weights: one number per member, not negative, their sum positive. norms: what each member announced as the
-    length of its pseudo-gradient; what comes from it may not be longer (rule V5). group: values that share a
-    scale. After `done`: `average` and `own` (what the others decode of us), float32 (float64 if bits is 64)
-    [n], and `chunks`, the bytes that `average` was decoded from, per member whose chunks they are.
+    length of its pseudo-gradient; what comes from it may not be longer (rule V5). me: our index. group:
+    values that share a scale. codec: an executor of one thread; all arithmetic runs there, never on the event
+    loop.
     """
 
-    def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        weights: list[float],
-        norms: list[float],
-        me: int,
-        group: int,
-        codec: Executor,
-    ) -> None:
-        self.weights, self.norms, self.me, self.group, self.codec = weights, norms, me, group, codec
-        self.own, self.average = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+    dtype: torch.dtype
+    weights: list[float]
+    norms: list[float]
+    me: int
+    group: int
+    codec: Executor
+
+
+class Averaging(ABC):
+    """What both have in common. After `complete`: `average`, and once all was sent `own`, what the others
+    decode of us; float32 (float64 if bits is 64) [n]. `chunks`: the bytes that `average` was decoded from,
+    per member whose chunks they are.
+    """
+
+    def __init__(self, numel: int, terms: Terms) -> None:
+        self.weights, self.norms, self.me = terms.weights, terms.norms, terms.me
+        self.group, self.codec = terms.group, terms.codec
+        self.own, self.average = torch.empty(numel, dtype=terms.dtype), torch.empty(numel, dtype=terms.dtype)
         self.chunks: list[list[bytes]] = []
         self.complete = asyncio.Event()  # `average` is, `own` may lack what others have not been sent yet
-        self._energy = [0.0] * len(weights)
+        self._energy = [0.0] * len(terms.weights)
         self._vector: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
 
     @property
@@ -143,25 +150,14 @@ class Averaging(ABC):
 class Butterfly(Averaging):
     """parts: per member the pieces that it averages; together they cover the vector once."""
 
-    def __init__(
-        self,
-        parts: list[list[Piece]],
-        dtype: torch.dtype,
-        weights: list[float],
-        norms: list[float],
-        me: int,
-        group: int,
-        codec: Executor,
-    ) -> None:
-        super().__init__(
-            max((p.end for part in parts for p in part), default=0), dtype, weights, norms, me, group, codec
-        )
+    def __init__(self, parts: list[list[Piece]], terms: Terms) -> None:
+        super().__init__(max((p.end for part in parts for p in part), default=0), terms)
         self.parts = parts
         self.chunks = [[b""] * len(part) for part in parts]
-        self._sums = [torch.zeros(p.end - p.start, dtype=dtype) for p in parts[me]]
-        self._added: list[set[int]] = [set() for _ in parts[me]]
+        self._sums = [torch.zeros(p.end - p.start, dtype=terms.dtype) for p in parts[self.me]]
+        self._added: list[set[int]] = [set() for _ in parts[self.me]]
         loop = asyncio.get_running_loop()
-        self._averaged: list[asyncio.Future[bytes]] = [loop.create_future() for _ in parts[me]]
+        self._averaged: list[asyncio.Future[bytes]] = [loop.create_future() for _ in parts[self.me]]
 
     def close(self) -> None:
         super().close()
@@ -250,19 +246,10 @@ class Butterfly(Averaging):
 class Gather(Averaging):
     """pieces: of the whole vector, the same for every member."""
 
-    def __init__(
-        self,
-        pieces: list[Piece],
-        dtype: torch.dtype,
-        weights: list[float],
-        norms: list[float],
-        me: int,
-        group: int,
-        codec: Executor,
-    ) -> None:
-        super().__init__(pieces[-1].end if pieces else 0, dtype, weights, norms, me, group, codec)
+    def __init__(self, pieces: list[Piece], terms: Terms) -> None:
+        super().__init__(pieces[-1].end if pieces else 0, terms)
         self.pieces = pieces
-        self.chunks = [[b""] * len(pieces) for _ in weights]
+        self.chunks = [[b""] * len(pieces) for _ in terms.weights]
         self._encoded: dict[int, bytes] = {}
         self._complete: list[asyncio.Future[None]] = [
             asyncio.get_running_loop().create_future() for _ in pieces

@@ -18,7 +18,12 @@ class Timeouts:
     @property
     def roll_call_s(self) -> float:
         """How long a coordinator waits for clusters that are alive but not ready."""
-        return 0.5 * self.round_s
+        return 0.4 * self.round_s
+
+    @property
+    def closing_s(self) -> float:
+        """For the votes at the end of a round. Where less than twice this is left, nothing new begins."""
+        return 0.1 * self.round_s
 
     @property
     def reply_s(self) -> float:

@@ -11,6 +11,7 @@ from p2p_dilocox.averaging.butterfly import (
     Averaging,
     Butterfly,
     Gather,
+    Terms,
     decode_butterfly,
     decode_gather,
 )
@@ -41,9 +42,9 @@ class Division:
 
     def averaging(self, phase: Phase, me: int, codec: Executor) -> Averaging:
         roster, layout = self.roster, self.layout
-        rest = (layout.dtype, roster.weights, roster.norms, me, layout.group, codec)
+        terms = Terms(layout.dtype, roster.weights, roster.norms, me, layout.group, codec)
         parts = self.pieces(phase)
-        return Gather(parts[0], *rest) if self.gathers else Butterfly(parts, *rest)
+        return Gather(parts[0], terms) if self.gathers else Butterfly(parts, terms)
 
     def most_bytes(self) -> int:
         """Of the encoded average, all chunks together."""

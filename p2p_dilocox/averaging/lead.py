@@ -37,6 +37,7 @@ __all__ = ["Lead"]
 _MOST_AT_ONCE = 64
 _BALLOTS_AHEAD = 3  # a cluster in step is never further ahead than the round in flight
 _MOST_ATTEMPTS = 16
+_SURELY_REFUSED = 3
 _KEPT = 8  # outer steps whose attempts we remember
 _LOG = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Lead:
         self._ballots: dict[tuple[int, int], Ballot] = {}
         self._followed: dict[int, asyncio.Future[Follow]] = {}
         self._notes: list[str] = []
-        self._refusals: dict[str, str] = {}
+        self._refusals: list[str] = []  # the coordinators that have, since our last committed round
 
     async def close(self) -> None:
         await self.rollcalls.close()
@@ -312,13 +313,14 @@ class Lead:
     # ---
 
     def _sent_away(self, t: int, attempt: int, coordinator: str, answer: CallReply) -> CallReply:
-        """A coordinator refuses us. The word of one costs us this round; of two, or of the only other, ends
-        us.
+        """A coordinator refuses us. The word of one costs us the round; of two, of the only other, or three
+        times running, ends us.
         """
         why = answer.refused or "the parameters are not those of the other clusters"
-        self._refusals[coordinator] = why
+        self._refusals.append(coordinator)
         others = [c for c in self.company.coordinators() if c != self.me]
-        if coordinator != self.me and len(self._refusals) < min(2, len(others)):
+        enough = len(set(self._refusals)) >= min(2, len(others)) or len(self._refusals) >= _SURELY_REFUSED
+        if coordinator != self.me and not enough:
             self._note(f"outer step {t} goes on without this cluster: {coordinator} refuses it: {why}")
             return CallReply(over=True)
         entry = self._attempt(t, attempt)

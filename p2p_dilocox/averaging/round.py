@@ -163,7 +163,7 @@ class Rounds:
         }  # while others arrive
         reason, attempt, steps = "no time for a roll call", 0, []
         self._voted.clear()
-        while attempt < _ATTEMPTS and not deadline.passed:
+        while attempt < _ATTEMPTS and deadline.remaining() > 2 * self._timeouts.closing_s:
             reply = await self._roll_call(t, attempt, offer, deadline)
             if reply.over:
                 return await self._follow(t, deadline, received)
@@ -304,7 +304,7 @@ class Rounds:
         always has.
         """
         timeouts = self._timeouts
-        limit_s = max(0.1, remaining_s - timeouts.reply_s)
+        limit_s = max(0.1, remaining_s - timeouts.closing_s)
         usual_s = 0.6 * limit_s
         if len(self._pace) >= 3:
             usual_s = min(usual_s, max(_USUAL * statistics.median(self._pace), 0.25 * timeouts.round_s))

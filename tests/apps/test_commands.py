@@ -98,7 +98,7 @@ def test_validate_shows_the_run_on_one_screen(run_file: Path) -> None:
     assert result.exit_code == 0
     for part in (
         "86,176 parameters",
-        "38.8 kB per outer step",
+        "39.7 kB per outer step",
         "tiny, recipe dilocox, 3 outer steps",
         "llama in 2 stages",
         "H 2",

@@ -100,7 +100,7 @@ def test_a_cluster_that_misses_the_call_adopts_the_round_and_its_movement_is_del
         cluster.land()
     before = {n: t.clone() for n, t in first.anchor().items()}
     first.contribute(2, 1.0)
-    first.land()  # the coordinator waits half the deadline for the late one, which is alive, then goes on
+    first.land()  # the coordinator waits 0.4 of the deadline for the late one, which is alive, then goes on
     late.contribute(2, 4.0)
     (outcome,) = late.land()
     assert outcome.steps[0].own is None
