@@ -102,7 +102,7 @@ def test_validate_shows_the_run_on_one_screen(run_file: Path) -> None:
         "tiny, recipe dilocox, 3 outer steps",
         "llama in 2 stages",
         "H 2",
-        "lowrank 4, 4 bits",
+        "lowrank 4, the strongest 0.125 in 8 bits, 4 bits",
     ):
         assert part in result.output, part
     assert peer("validate", "demo").exit_code == 0
