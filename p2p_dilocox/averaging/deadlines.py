@@ -22,7 +22,7 @@ class Timeouts:
 
     @property
     def closing_s(self) -> float:
-        """For the votes at the end of a round. Where less than twice this is left, nothing new begins."""
+        """Kept for the votes at the end of a round."""
         return 0.1 * self.round_s
 
     @property

@@ -147,7 +147,8 @@ class Exchange:
                 errors = [e for e in (task.exception() for task in done) if e is not None]
                 for error in sorted(errors, key=lambda e: not isinstance(e, MemberFault)):
                     raise error
-                if pending and usual.passed:
+                # With hardly any time from the start nobody is to blame for having been slow.
+                if pending and usual.passed and 2 * self._budget.usual_s > self._budget.stall_s:
                     self._blame_the_slow(at_the_end=limit.passed)
                 if pending and limit.passed:
                     raise Aborted(f"no average within {self._budget.limit_s:.1f} s")

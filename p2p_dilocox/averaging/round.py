@@ -163,7 +163,7 @@ class Rounds:
         }  # while others arrive
         reason, attempt, steps = "no time for a roll call", 0, []
         self._voted.clear()
-        while attempt < _ATTEMPTS and deadline.remaining() > 2 * self._timeouts.closing_s:
+        while attempt < _ATTEMPTS and not deadline.passed:
             reply = await self._roll_call(t, attempt, offer, deadline)
             if reply.over:
                 return await self._follow(t, deadline, received)

@@ -137,7 +137,7 @@ class Ballot:
             await asyncio.gather(*talks, return_exceptions=True)
         final = [m for m in others if m not in self._lost] if teller in (self.me, *self._lost) else [teller]
         if self.outcome == "aborted":
-            await self._hear_all(final, tell, Deadline(timeouts.reply_s))
+            await self._hear_all(final, tell, Deadline(min(1.0, timeouts.poll_s)))
         elif teller != self.me:
             await asyncio.gather(
                 *(within(tell(m, self.message()), timeouts.reply_s) for m in final), return_exceptions=True
