@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
-from p2p_dilocox.averaging.exclusion import Grudges
 from p2p_dilocox.averaging.exclusion import left_out as settle_quarrels
 from p2p_dilocox.averaging.shares import shares
 from p2p_dilocox.errors import NotTrustedError
@@ -169,7 +168,6 @@ class RollCalls:
         self.standing_of, self.min_clusters = standing_of, min_clusters
         self._rolls: dict[tuple[int, int], _Roll] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tardy = Grudges()
         self._callers: dict[
             str, int
         ] = {}  # the last outer step for which a cluster came to us, in time or late
@@ -232,8 +230,7 @@ class RollCalls:
         while True:
             in_step = [c for c, t in self._callers.items() if t >= key[0] - 1]
             expected = {*self.expected(), *in_step}
-            tardy = self._tardy.without(key[0])
-            missing = [c for c in expected if c not in roll.ready and c not in dead and c not in tardy]
+            missing = [c for c in expected if c not in roll.ready and c not in dead]
             enough = len(roll.ready) >= self.min_clusters()
             refused = _refused_by_most(roll.ready, len(expected))
             if enough and (roll.deadline.passed or not any(c not in refused for c in missing)):
@@ -252,10 +249,6 @@ class RollCalls:
                     roll.closed.set()
                     return
                 dead.update(past)
-        for cluster in missing:  # alive, and not here in time: not waited for at every roll call
-            if cluster not in refused:
-                self._tardy.strike(cluster, key[0])
-        self._tardy.forgive(list(roll.ready))
         members = self._members(roll)
         alive = len(members) + len([c for c in missing if c not in dead])
         # A few may not go on while most are alive and late: that would part the run in two.

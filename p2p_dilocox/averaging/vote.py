@@ -135,10 +135,11 @@ class Ballot:
             for task in talks:
                 task.cancel()
             await asyncio.gather(*talks, return_exceptions=True)
-        final = [m for m in others if m not in self._lost] if teller in (self.me, *self._lost) else [teller]
-        if self.outcome == "aborted":
-            await self._hear_all(final, tell, Deadline(min(1.0, timeouts.poll_s)))
+        reachable = [m for m in others if m not in self._lost]
+        if self.outcome == "aborted":  # not by way of the teller: it may be the one to blame
+            await self._hear_all(reachable, tell, Deadline(min(1.0, timeouts.poll_s)))
         elif teller != self.me:
+            final = reachable if teller in self._lost else [teller]
             await asyncio.gather(
                 *(within(tell(m, self.message()), timeouts.reply_s) for m in final), return_exceptions=True
             )

@@ -12,7 +12,7 @@ from p2p_dilocox.averaging.rollcall import RollCalls, coordinator_order, read_ca
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.identity import SigningKey
-from p2p_dilocox.swarm.messages import PROTOCOL, Call, CallReply, RankAddress, Ready, Standing, seal, unpack
+from p2p_dilocox.swarm.messages import PROTOCOL, Call, CallReply, RankAddress, Ready, Standing, seal
 
 SPEC, LINEAGE, OTHER = "5" * 64, "1" * 64, "2" * 64
 PEER = "12D3KooWKrsNNSqV8PpeGJM2CTxwQKz67SJQLUCiTahKMhgKLqb9"
@@ -288,42 +288,3 @@ def test_a_call_that_is_not_what_it_seems_is_not_trusted(damage: str) -> None:
     call = Call(t=1, attempt=0, coordinator=ME, ready=sealed, remaining_s=1.0)
     with pytest.raises(NotTrustedError):
         read_call(call, run, gate(*allowed), 100.0)
-
-
-def test_a_cluster_that_never_comes_is_not_waited_for_at_every_roll_call() -> None:
-    calls = coordinator([ME, OTHERS[0]], {OTHERS[0]: 0}, round_s=0.6)
-
-    async def waited(t: int) -> bool:
-        begun = asyncio.get_running_loop().time()
-        reply = await until_answered(lambda: calls.answer(ready(KEYS[0], t=t), last_t=t - 1))
-        assert reply.call is not None
-        return asyncio.get_running_loop().time() - begun >= calls.timeouts.roll_call_s
-
-    async def run() -> list[bool]:
-        found = [await waited(t) for t in range(1, 9)]
-        await calls.close()
-        return found
-
-    assert asyncio.run(run()) == [True, True, False, True, False, False, False, True]
-
-
-def test_who_comes_in_time_again_is_waited_for_again() -> None:
-    calls = coordinator([ME, OTHERS[0]], {ME: 0, OTHERS[0]: 0}, round_s=0.6)
-
-    async def run() -> list[int]:
-        found = []
-        for t, keys in ((1, KEYS[:1]), (2, KEYS[:1]), (3, KEYS[:1]), (4, KEYS[:2]), (5, KEYS[1::-1])):
-            tasks = []
-            for key in keys:
-                tasks.append(asyncio.create_task(come(calls, ready(key, t=t), t - 1)))
-                await asyncio.sleep(0.1)
-            calls_of_step = {reply.call.pack() for reply in await asyncio.gather(*tasks) if reply.call}
-            found += [len(unpack(call, Call).ready) for call in calls_of_step]
-        await calls.close()
-        return found
-
-    assert asyncio.run(run()) == [1, 1, 1, 2, 2]
-
-
-async def come(calls: RollCalls, sealed: bytes, last_t: int) -> CallReply:
-    return await until_answered(lambda: calls.answer(sealed, last_t=last_t))
