@@ -6,13 +6,12 @@ The demo and the tests compare these figures with the bytes counted on sockets.
 import torch
 
 from p2p_dilocox.averaging.coded import chunk_ranges
-from p2p_dilocox.compression import Layout, Phase, chunk_bytes
+from p2p_dilocox.averaging.division import PHASES
+from p2p_dilocox.compression import Layout, chunk_bytes
 from p2p_dilocox.pipeline import build_span, config_from_spec, cut_layers
 from p2p_dilocox.runspec import RunSpec
 
 __all__ = ["ModelTensors", "fp16_bytes", "model_tensors", "round_bytes"]
-
-_PHASES: tuple[Phase, ...] = ("p", "q")
 
 
 class ModelTensors:
@@ -50,7 +49,7 @@ def round_bytes(spec: RunSpec, tensors: ModelTensors, num_clusters: int) -> floa
     total = 0
     for shapes in tensors.stages.values():
         layout = Layout(shapes, spec.compression, dense_names=tensors.dense_names)
-        for phase in _PHASES:
+        for phase in PHASES:
             for part in chunk_ranges(layout, phase, shares):
                 for start, end, bits, return_bits in part:
                     there = chunk_bytes(end - start, bits, layout.group)

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from p2p_dilocox.averaging.catchup import read_result
 from p2p_dilocox.averaging.company import Company
 from p2p_dilocox.averaging.deadlines import Deadline
@@ -369,9 +371,7 @@ class Lead:
         return await self.company.ask(coordinator, lambda stub: stub.rpc_ready(envelope, timeout=patience_s))
 
     async def _tell(self, member: str, votes: Votes) -> Votes | None:
-        shown = Votes(
-            t=votes.t, attempt=votes.attempt, votes=votes.votes, outcome=votes.outcome, shown=self.gate.own
-        )
+        shown = msgspec.structs.replace(votes, shown=self.gate.own)
         return await self.company.ask(
             member, lambda stub: stub.rpc_votes(shown, timeout=self.timeouts.reply_s)
         )

@@ -63,10 +63,8 @@ class Ballot:
             bool(self.members) and all(m in votes and votes[m].digest for m in self.members) and self._agree()
         )
 
-    def message(self, shown: bytes = b"") -> Votes:
-        return Votes(
-            t=self.t, attempt=self.attempt, votes=list(self._sealed), outcome=self.outcome, shown=shown
-        )
+    def message(self) -> Votes:
+        return Votes(t=self.t, attempt=self.attempt, votes=list(self._sealed), outcome=self.outcome)
 
     def proof(self) -> list[bytes]:
         """The sealed votes of all members, in their order."""

@@ -73,6 +73,6 @@ def test_a_straggler_on_a_2_mbit_link_is_left_out_and_named_and_not_paid_for_eve
         if slow.outcome()["failed"]:
             crew.catch_up(slow)
     assert any(slow.id in note for note in notes), notes
-    # Each of the others stays away from it for 1, 2, 4 .. outer steps, counted from what it saw itself.
+    # Each of the others stays away from it for 1, 2, 4 .. outer steps, as soon as one of them has named it.
     assert retried[0] and not all(retried), retried
     crew.check(others)
