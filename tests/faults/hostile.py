@@ -146,8 +146,8 @@ def _forge(member: "Member") -> None:
     """Votes of all others against the round, signed by ourselves."""
     honest = _original("message")
 
-    def message(self: vote.Ballot, shown: bytes = b"") -> Votes:
-        told: Votes = honest(self, shown)
+    def message(self: vote.Ballot) -> Votes:
+        told: Votes = honest(self)
         forged = [
             seal(
                 member.key,
@@ -157,8 +157,6 @@ def _forge(member: "Member") -> None:
             for m in self.members
             if m != self.me
         ]
-        return Votes(
-            t=told.t, attempt=told.attempt, votes=[*told.votes, *forged], outcome=told.outcome, shown=shown
-        )
+        return Votes(t=told.t, attempt=told.attempt, votes=[*told.votes, *forged], outcome=told.outcome)
 
     setattr(vote.Ballot, "message", message)  # noqa: B010
