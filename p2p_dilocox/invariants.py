@@ -87,15 +87,23 @@ def _one_roll_call(applied: list[Line], lines: list[Line]) -> Iterator[str]:
 
 
 def _growing(lines: list[Line]) -> Iterator[str]:
-    last: dict[tuple[str, str, int], tuple[int, str]] = {}
+    """A cluster may give an outer step up as dropped and learn later that the others committed it: what it
+    adopts follows its last applied step.
+    """
+    last: dict[tuple[str, str, int], int] = {}
+    applied: dict[tuple[str, str, int], tuple[int, str]] = {}
     for line in lines:
         key = (line["run"], line["cluster"], line["stage"])
-        t, lineage = last.get(key, (0, ""))
-        if line["t"] <= t:
-            yield f"V3 cluster {line['cluster']}, stage {line['stage']}: outer step {line['t']} after {t}"
+        t, lineage = applied.get(key, (0, ""))
+        before = t if line["decision"] == "adopted" else last.get(key, 0)
+        if line["t"] <= before:
+            where = f"V3 cluster {line['cluster']}, stage {line['stage']}"
+            yield f"{where}: outer step {line['t']} after {before}"
         if line["decision"] == "committed" and lineage and line["t"] == t + 1 and line["parent"] != lineage:
             yield f"V3 cluster {line['cluster']}: outer step {line['t']} does not follow from its step {t}"
-        last[key] = (line["t"], line.get("lineage", "") if line["decision"] != "dropped" else lineage)
+        last[key] = max(last.get(key, 0), line["t"])
+        if line["decision"] != "dropped":
+            applied[key] = line["t"], line.get("lineage", "")
 
 
 def _in_time(lines: list[Line]) -> Iterator[str]:

@@ -1,30 +1,47 @@
 """Rounds that a cluster was not in: their averages as bytes from one that was, decoded as its members did."""
 
+from dataclasses import dataclass
+
 from p2p_dilocox.averaging.coded import CodedStage
 from p2p_dilocox.averaging.division import Division
 from p2p_dilocox.averaging.rollcall import Roster, read_call
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.vote import check_votes
 from p2p_dilocox.errors import NotTrustedError
-from p2p_dilocox.lineage import combined_digest, round_digest
+from p2p_dilocox.lineage import combined_digest, next_lineage, round_digest
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.messages import Ask, Result
 
-__all__ = ["decode_average", "fetch_average", "read_result"]
+__all__ = ["Proven", "decode_average", "fetch_average", "read_result"]
 
 
-def read_result(result: Result, run_id: str, gate: Gate, weight_cap: float) -> Roster:
-    """The roster of a round, if its members prove that they committed it. Raises NotTrustedError."""
+@dataclass(frozen=True)
+class Proven:
+    """A round whose members prove that they committed it. digests: by stage, `digest` over all of them."""
+
+    roster: Roster
+    digests: dict[int, str]
+    digest: str
+
+    @property
+    def lineage(self) -> str:
+        """After this round."""
+        return next_lineage(self.roster.parent, self.roster.t, self.roster.ids, self.digest)
+
+
+def read_result(result: Result, run_id: str, gate: Gate, weight_cap: float) -> Proven:
+    """Check the signatures and votes of a result. Raises NotTrustedError."""
     roster = read_call(result.call, run_id, gate, weight_cap)
     try:
-        digest = combined_digest({int(stage): digest for stage, digest in result.stage_digests.items()})
+        digests = {int(stage): digest for stage, digest in result.stage_digests.items()}
+        digest = combined_digest(digests)
     except ValueError as error:
         raise NotTrustedError(
             f"the result of outer step {roster.t} names a stage that is no number"
         ) from error
     check_votes(result.votes, run_id, roster.t, roster.key, roster.ids, digest)
-    return roster
+    return Proven(roster, digests, digest)
 
 
 async def fetch_average(

@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 from hivemind.p2p import P2PDaemonError, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from p2p_dilocox.averaging.catchup import read_result
+from p2p_dilocox.averaging.catchup import Proven, read_result
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
-from p2p_dilocox.averaging.rollcall import Roster
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.errors import NotTrustedError
-from p2p_dilocox.lineage import combined_digest, next_lineage
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import (
@@ -242,30 +240,24 @@ class Company:
 
     async def voters(self, standing: Standing) -> int:
         """How many members prove that they committed what the standing says; 0 if it cannot prove it."""
-        result = await self.result_after(standing.cluster_id, standing.committed_t - 1)
-        try:
-            if result is not None:
-                roster = self._read(result)
-                digest = combined_digest({int(s): d for s, d in result.stage_digests.items()})
-                if next_lineage(roster.parent, roster.t, roster.ids, digest) == standing.lineage:
-                    return len(roster.ids)
-        except (NotTrustedError, ValueError):
-            pass
-        return 0
+        proven = await self._proven_after(standing.cluster_id, standing.committed_t - 1)
+        return len(proven.roster.ids) if proven and proven.lineage == standing.lineage else 0
 
     async def parent_of(self, cluster: str, t: int) -> str:
         """The lineage that the committed round of outer step t follows from, as a cluster proves it; "" if
         not.
         """
-        result = await self.result_after(cluster, t - 1)
-        try:
-            roster = None if result is None else self._read(result)
-        except NotTrustedError:
-            return ""
-        return roster.parent if roster is not None and roster.t == t else ""
+        proven = await self._proven_after(cluster, t - 1)
+        return proven.roster.parent if proven and proven.roster.t == t else ""
 
-    def _read(self, result: Result) -> Roster:
-        return read_result(result, self.node.run_id, self.gate, self.weight_cap)
+    async def _proven_after(self, cluster: str, t: int) -> Proven | None:
+        result = await self.result_after(cluster, t)
+        if result is None:
+            return None
+        try:
+            return read_result(result, self.node.run_id, self.gate, self.weight_cap)
+        except NotTrustedError:
+            return None
 
     async def linger(self, t: int) -> None:
         """Stay until those we averaged with are past outer step t as well: they may still need our votes."""

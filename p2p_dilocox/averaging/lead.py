@@ -15,7 +15,7 @@ from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.rollcall import RollCalls, Roster, coordinator_order, read_call
 from p2p_dilocox.averaging.vote import Ballot
 from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
-from p2p_dilocox.lineage import combined_digest, next_lineage, part_digest
+from p2p_dilocox.lineage import combined_digest, part_digest
 from p2p_dilocox.swarm.messages import (
     Ask,
     CallReply,
@@ -230,12 +230,10 @@ class Lead:
                         result = await self.company.result_after(cluster, at)
                         if result is None or result.call.t <= at:
                             raise NotTrustedError("it does not keep that round")
-                        roster = read_result(result, self.run_id, self.gate, self.weight_cap)
-                        if roster.parent != parent:
+                        proven = read_result(result, self.run_id, self.gate, self.weight_cap)
+                        if proven.roster.parent != parent:
                             raise NotTrustedError("it has another history")
-                        digests = {int(stage): digest for stage, digest in result.stage_digests.items()}
-                        parent = next_lineage(parent, roster.t, roster.ids, combined_digest(digests))
-                        at = roster.t
+                        at, parent = proven.roster.t, proven.lineage
                         results.append(result)
                 except NotTrustedError as error:
                     return Follow(

@@ -134,6 +134,7 @@ class _Roll:
     left_out: dict[str, str] = field(default_factory=dict)  # cluster -> why
     drifted: list[str] = field(default_factory=list)
     over: bool = False
+    dropped: str = ""  # why there is no call
 
 
 class RollCalls:
@@ -216,9 +217,7 @@ class RollCalls:
         if ready.cluster_id in roll.drifted:
             return CallReply(drifted=True)
         left_out = roll.left_out.get(ready.cluster_id, "")
-        return CallReply(
-            call=roll.call, over=roll.over, dropped=not (roll.call or roll.over), left_out=left_out
-        )
+        return CallReply(call=roll.call, over=roll.over, dropped=roll.dropped, left_out=left_out)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -252,7 +251,11 @@ class RollCalls:
         members = self._members(roll)
         alive = len(members) + len([c for c in missing if c not in dead])
         # A few may not go on while most are alive and late: that would part the run in two.
-        if any(roll.ready[c].weight > 0 for c in members) and 2 * len(members) >= alive:
+        if not any(roll.ready[c].weight > 0 for c in members):
+            roll.dropped = "no cluster has trained anything"
+        elif 2 * len(members) < alive:
+            roll.dropped = f"{len(members)} of {alive} clusters came to the roll call, fewer than half"
+        else:
             roll.call = Call(
                 t=key[0],
                 attempt=key[1],

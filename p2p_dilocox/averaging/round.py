@@ -35,7 +35,7 @@ from p2p_dilocox.averaging.rollcall import Roster, read_call
 from p2p_dilocox.averaging.service import ExchangeKey, Service
 from p2p_dilocox.compression import Layout
 from p2p_dilocox.errors import ClusterError, DriftedError
-from p2p_dilocox.lineage import combined_digest, part_digest, round_digest
+from p2p_dilocox.lineage import part_digest, round_digest
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.swarm.messages import (
     Ask,
@@ -168,11 +168,7 @@ class Rounds:
             if reply.over:
                 return await self._follow(t, deadline, received)
             if reply.call is None:
-                reason = (
-                    "no cluster has trained anything"
-                    if reply.dropped
-                    else reply.refused or "no roll call in time"
-                )
+                reason = reply.dropped or reply.refused or "no roll call in time"
                 break
             roster = read_call(reply.call, self.service.node.run_id, self.service.gate, self._weight_cap)
             if roster.index_of(self._me) is None:
@@ -353,10 +349,9 @@ class Rounds:
         """A round that was committed without our knowing: as we averaged it ourselves, or from a cluster that
         has it.
         """
-        roster = read_result(result, self.service.node.run_id, self.service.gate, self._weight_cap)
-        digests = {int(s): d for s, d in result.stage_digests.items()}
-        voted = self._voted.get(roster.key)
-        if voted is None or any(round_digest(chunks) != digests[s] for s, chunks in voted.chunks.items()):
+        proven = read_result(result, self.service.node.run_id, self.service.gate, self._weight_cap)
+        roster, voted = proven.roster, self._voted.get(proven.roster.key)
+        if voted and any(round_digest(chunks) != proven.digests[s] for s, chunks in voted.chunks.items()):
             voted = None
         averages, chunks = [], {}
         for stage, layout in self.layouts.items() if voted is None else ():
@@ -368,8 +363,7 @@ class Rounds:
             )
         self.kept.remember(roster.t, result, chunks if voted is None else voted.chunks)
         average, own = (merged(averages), None) if voted is None else (voted.average, voted.own)
-        combined = combined_digest(digests)
-        return self._step(roster, combined, digests, average, own)
+        return self._step(roster, proven.digest, proven.digests, average, own)
 
     def _keep(self, roster: Roster, digest: str, done: StageDone, averaged: _Averaged) -> OuterStep:
         result = self._lead.result_of(roster.t, roster.attempt) if self._lead is not None else None

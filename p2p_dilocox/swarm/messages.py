@@ -137,14 +137,14 @@ class Envelope(Message, frozen=True, kw_only=True):
 class CallReply(Message, frozen=True, kw_only=True):
     """The answer to a sealed `Ready`: the call, who to ask instead, why not, or nothing of these: not yet.
 
-    `over`: the round is over without the asker, who can ask for its `Result`. `dropped`: there is nothing to
-    average, for anyone. `left_out`: why the call is without the asker.
+    `over`: the round is over without the asker, who can ask for its `Result`. `dropped`: why there is no
+    round, for anyone. `left_out`: why the call is without the asker.
     `drifted`: its anchor is not that of the others.
     """
 
     call: Call | None = None
     over: bool = False
-    dropped: bool = False
+    dropped: Reason = ""
     drifted: bool = False
     redirect: ClusterId | None = None
     refused: Reason = ""

@@ -40,6 +40,14 @@ def test_a_dropped_step_an_adopted_one_and_a_late_joiner_are_no_violations() -> 
     assert check_history([*clean(), *dropped, *later, *adopted]) == []
 
 
+def test_a_step_given_up_and_adopted_later_is_no_violation_but_a_second_time_it_is() -> None:
+    dropped = [line(t, "b", 1, decision="dropped", members=[], weights=[], reason="x") for t in (4, 5)]
+    adopted = line(4, "b", 1, decision="adopted")
+    assert check_history([*clean(), *dropped, adopted, line(6, "b", 1)]) == []
+    assert [v.split()[0] for v in check_history([*clean(), *dropped, adopted, adopted])] == ["V3"]
+    assert [v.split()[0] for v in check_history([*clean(), *dropped, line(4, "b", 1)])] == ["V2", "V3"]
+
+
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
