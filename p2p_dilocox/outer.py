@@ -25,6 +25,7 @@ from torch import Tensor
 
 from p2p_dilocox.compression import initial_basis, is_lowrank
 from p2p_dilocox.lineage import next_lineage
+from p2p_dilocox.offload import borrowed, shown_in, slices, stored
 from p2p_dilocox.runspec import RunSpec
 
 __all__ = [
@@ -58,6 +59,11 @@ class Average:
         for name in (*self.factors, *self.dense):
             self.add_one_(name, tensors[name], alpha)
 
+    def only(self, name: str) -> "Average":
+        """Our tensor of that name, alone."""
+        factors = {name: self.factors[name]} if name in self.factors else {}
+        return Average(factors, {name: self.dense[name]} if name in self.dense else {})
+
     def add_one_(self, name: str, tensor: Tensor, alpha: float) -> None:
         """tensor += alpha * our tensor of that name."""
         if name in self.factors:
@@ -88,14 +94,14 @@ def nesterov_(
 
 
 class Residual(Mapping[str, Tensor]):
-    """`undelivered` as arithmetic wants it: at least float32. A tensor in bf16 is converted at every access,
-    which gives a copy, so nobody may write to what this hands out."""
+    """`undelivered` as arithmetic wants it: on the device and at least float32. What is in bf16 or offloaded
+    is copied at every access, so nobody may write to what this hands out."""
 
-    def __init__(self, undelivered: Parameters) -> None:
-        self._undelivered = undelivered
+    def __init__(self, undelivered: Parameters, device: torch.device) -> None:
+        self._undelivered, self._device = undelivered, device
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._undelivered[name]
+        tensor = self._undelivered[name].to(self._device)
         return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -122,18 +128,27 @@ class OuterState:
     """See the module's docstring. `basis`: name -> Q [n, r], the warm start of the next low-rank factors."""
 
     def __init__(
-        self, spec: RunSpec, parameters: Parameters, dense_names: frozenset[str], lineage: str
+        self,
+        spec: RunSpec,
+        parameters: Parameters,
+        dense_names: frozenset[str],
+        lineage: str,
+        *,
+        offload: bool = False,
     ) -> None:
-        """dense_names: never factored (embeddings and output head)."""
-        self.spec = spec
+        """dense_names: never factored (embeddings and output head). offload: keep all but `basis` in main
+        memory; results have the same bits."""
+        self.spec, self._offload = spec, offload
+        self.device = next(iter(parameters.values())).device
         bits = spec.compression.bits
         # float64 is what makes theta - (theta - theta_i) give theta_i back bit for bit.
         own = torch.float64 if bits == 64 else torch.float32 if bits == 32 else torch.bfloat16
-        self.anchor = {name: p.detach().clone() for name, p in parameters.items()}
-        self.momentum = {name: torch.zeros_like(a) for name, a in self.anchor.items()}
-        self.undelivered = {name: torch.zeros_like(a, dtype=own) for name, a in self.anchor.items()}
-        self.counted = {name: torch.zeros_like(a, dtype=own) for name, a in self.anchor.items()}
-        self.residual: Parameters = Residual(self.undelivered)
+        zeros = {n: stored(p, dtype=p.dtype, offload=offload) for n, p in parameters.items()}
+        self.anchor = {name: zero.copy_(parameters[name].detach()) for name, zero in zeros.items()}
+        self.momentum = {n: stored(p, dtype=p.dtype, offload=offload) for n, p in parameters.items()}
+        self.undelivered = {n: stored(p, dtype=own, offload=offload) for n, p in parameters.items()}
+        self.counted = {n: stored(p, dtype=own, offload=offload) for n, p in parameters.items()}
+        self.residual: Parameters = Residual(self.undelivered, self.device)
         self.basis = {
             name: initial_basis(name, tuple(self.anchor[name].shape), spec.compression.lowrank, spec.run.seed)
             for name in self.anchor
@@ -153,9 +168,9 @@ class OuterState:
         """
         norms = torch.zeros(2, dtype=torch.float64)
         for name, anchor in self.anchor.items():
-            theta_i, tensors = parameters[name], (anchor, self.counted[name], self.undelivered[name])
-            sums = torch.zeros(2, dtype=torch.float64, device=anchor.device)
-            for theta, a, counted, undelivered in _slices(theta_i, *tensors):
+            written = parameters[name], self.counted[name], self.undelivered[name]
+            sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+            for theta, counted, undelivered, a in slices(self.device, _SLICE, written, (anchor,)):
                 gap = a.to(torch.promote_types(a.dtype, counted.dtype)) - theta
                 fresh = gap - counted
                 delta = fresh + undelivered
@@ -182,13 +197,13 @@ class OuterState:
             return
         said = average if compression.feedback == "paper" else own
         error_sq = 0.0
-        for name, stored in self.undelivered.items():
+        for name, waiting in self.undelivered.items():
             error = self.residual[name]
             said.add_one_(name, error, -1.0)
             if not late:
                 error.mul_(compression.gamma)
-            stored.copy_(error)
-            error_sq += sum(_square(part).item() for (part,) in _slices(error))
+            waiting.copy_(error)
+            error_sq += sum(_square(part).item() for (part,) in slices(self.device, _SLICE, (), (error,)))
         self._error = None if late else error_sq
 
     def forget_undelivered(self) -> None:
@@ -204,9 +219,12 @@ class OuterState:
         Only within `restart_`: theta_i and `counted` are measured from the anchor that moves here.
         """
         outer = self.spec.outer
-        nesterov_(
-            self.anchor, self.momentum, average, lr=outer.lr, beta=outer.momentum, nesterov=outer.nesterov
-        )
+        for name in self.anchor:  # one at a time, so that what is offloaded needs little room on the device
+            with borrowed(self.device, self.anchor[name], self.momentum[name]) as (theta, v):
+                nesterov_(
+                    {name: theta}, {name: v}, average.only(name),
+                    lr=outer.lr, beta=outer.momentum, nesterov=outer.nesterov,
+                )  # fmt: skip
         for name, (_, q) in average.factors.items():
             self.basis[name].copy_(q)
         self.lineage = next_lineage(self.lineage, t, members, digest)
@@ -224,6 +242,10 @@ class OuterState:
             yield
         finally:
             self._go_on_(parameters, keep, carry=carry)
+
+    def shown(self, parameters: Parameters) -> contextlib.AbstractContextManager[None]:
+        """Within it theta_i is the anchor, which must not move meanwhile."""
+        return shown_in(parameters, self.anchor, copy=self._offload)
 
     @torch.no_grad()
     def reset_(self, parameters: Parameters) -> None:
@@ -259,9 +281,9 @@ class OuterState:
         """
         folded, norm = torch.zeros(_FOLD, dtype=torch.float64), 0.0
         for name, anchor in self.anchor.items():
-            fold = torch.zeros(_FOLD, dtype=torch.float64, device=anchor.device)
-            square = torch.zeros((), dtype=torch.float64, device=anchor.device)
-            for (part,) in _slices(anchor):
+            fold = torch.zeros(_FOLD, dtype=torch.float64, device=self.device)
+            square = torch.zeros((), dtype=torch.float64, device=self.device)
+            for (part,) in slices(self.device, _SLICE, (), (anchor,)):
                 values = part.double()
                 whole = len(values) - len(values) % _FOLD
                 fold += values[:whole].view(-1, _FOLD).sum(0)
@@ -275,16 +297,17 @@ class OuterState:
     @torch.no_grad()
     def _set_aside_(self, parameters: Parameters) -> None:
         for name, anchor in self.anchor.items():
-            for theta, a, counted in _slices(parameters[name], anchor, self.counted[name]):
+            read = anchor, self.counted[name]
+            for theta, a, counted in slices(self.device, _SLICE, (parameters[name],), read):
                 theta.sub_(a - counted)
 
     @torch.no_grad()
     def _go_on_(self, parameters: Parameters, keep: float, *, carry: bool) -> None:
         carried_sq = 0.0
         for name, anchor in self.anchor.items():
-            tensors = parameters[name], anchor, self.counted[name], self.undelivered[name]
-            square = torch.zeros((), dtype=torch.float64, device=anchor.device)
-            for theta, a, counted, undelivered in _slices(*tensors):
+            written = parameters[name], self.counted[name], self.undelivered[name]
+            square = torch.zeros((), dtype=torch.float64, device=self.device)
+            for theta, counted, undelivered, a in slices(self.device, _SLICE, written, (anchor,)):
                 counted.zero_()
                 if carry:
                     rest = (keep - 1.0) * theta
@@ -344,13 +367,6 @@ def same_anchor(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
         return False
     limit = _SAME * max((abs(value) for value in (a[-1:] + b[-1:])), default=0.0)
     return all(abs(x - y) <= limit for x, y in zip(a, b, strict=True))
-
-
-def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape side by side, as views of at most _SLICE values."""
-    flat = [tensor.detach().view(-1) for tensor in tensors]
-    for start in range(0, flat[0].numel(), _SLICE):
-        yield tuple(tensor[start : start + _SLICE] for tensor in flat)
 
 
 def _square(slice_: Tensor) -> Tensor:

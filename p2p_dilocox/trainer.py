@@ -293,16 +293,10 @@ def after_outer_step(spec: RunSpec, rank: Rank) -> None:
 
 @torch.no_grad()
 def evaluate(spec: RunSpec, rank: Rank) -> float:
-    """Validation loss of the anchor, nats per token. The model borrows the anchor's tensors: no copies."""
-    theta_i = {name: p.data for name, p in rank.pipeline.parameters.items()}
-    try:
-        for name, p in rank.pipeline.parameters.items():
-            p.data = rank.outer.anchor[name]
+    """Validation loss of the anchor, nats per token."""
+    with rank.outer.shown(rank.pipeline.parameters):
         rank.pipeline.sync_tied_()
         loss = rank.pipeline.evaluate(rank.batches.valid_batches(spec.eval.batches))
-    finally:
-        for name, p in rank.pipeline.parameters.items():
-            p.data = theta_i[name]
     rank.pipeline.sync_tied_()
     rank.report(Evaluated(rank=rank.index, t=rank.outer.t, val_loss=loss))
     return loss

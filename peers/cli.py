@@ -75,6 +75,9 @@ def check_history(files: tuple[Path, ...], as_json: bool) -> None:
     "--threads", type=click.IntRange(min=1), help="Torch threads per process. Default: cores / processes."
 )
 @click.option(
+    "--offload", is_flag=True, help="Keep the outer optimizer's state in main memory, not on a GPU."
+)
+@click.option(
     "--cluster", "profile", metavar="PROFILE", help="A cluster profile (.toml) or a shipped one: cpu-2."
 )
 def join(
@@ -87,6 +90,7 @@ def join(
     announce: str | None,
     client: bool,
     threads: int | None,
+    offload: bool,
     profile: str | None,
 ) -> None:
     """Join the run of LINK and train until it is complete, `leave` or Ctrl-C."""
@@ -94,7 +98,7 @@ def join(
 
     options = JoinOptions(
         link=read_link(link, link_file), state_dir=state_dir, name=name, listen=listen, announce=announce,
-        client=client, devices=devices, threads=threads, profile=profile,
+        client=client, devices=devices, threads=threads, offload=offload, profile=profile,
     )  # fmt: skip
     raise SystemExit(join_run(options))
 

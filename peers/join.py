@@ -39,6 +39,7 @@ class JoinOptions:
     listen: str | None = None
     announce: str | None = None
     client: bool = False
+    offload: bool = False
 
 
 def read_link(text: str | None, file: Path | None) -> JoinLink:
@@ -100,6 +101,7 @@ def join_run(options: JoinOptions) -> int:
                 "listen": shift_port(listen, rank),
                 "announce": shift_port(announce, rank) if announce else None,
                 "client": options.client,
+                "offload": options.offload or profile.offload,
             }
             for rank, device in enumerate(devices)
         ]

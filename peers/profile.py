@@ -21,6 +21,8 @@ class Profile:
     """Multiaddress of rank 0; rank r takes port + r. Port 0: any free port."""
     announce: str | None = None
     """Multiaddress under which others reach rank 0; rank r is at port + r."""
+    offload: bool = False
+    """Keep anchor, outer momentum and error buffers in main memory instead of on a GPU."""
 
 
 def load_profile(name: str) -> Profile:
@@ -36,7 +38,7 @@ def load_profile(name: str) -> Profile:
         raise SpecError(f"cannot read the cluster profile {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} is not TOML: {error}") from error
-    types = {"devices": str, "threads": int, "listen": str, "announce": str}
+    types = {"devices": str, "threads": int, "listen": str, "announce": str, "offload": bool}
     assert set(types) == {field.name for field in fields(Profile)}
     for key, value in values.items():
         if key not in types:

@@ -134,7 +134,8 @@ def _build(
 
     names = {s: [n for n, stage in pipeline.stage_of.items() if stage == s] for s in held}
     dense = span.embedding_names
-    outer = OuterState(spec, pipeline.parameters, dense, genesis(digest))
+    offload = config["offload"] and device.type != "cpu"  # on a CPU all is in main memory anyway
+    outer = OuterState(spec, pipeline.parameters, dense, genesis(digest), offload=offload)
     layouts = {s: stage_layout(outer, names[s], dense) for s in held}
     lock, progress, codec = threading.Lock(), Progress(lineage=outer.lineage), codec_thread()
     stack.callback(codec.shutdown, wait=False, cancel_futures=True)

@@ -45,7 +45,7 @@ def chunk_ranges(layout: Layout, phase: Phase, weights: Sequence[float]) -> list
 class CodedStage:
     """One stage in one round. `outer.residual` holds M and is not changed before the round is over.
 
-    All products and factorisations run on the device of the anchor; the phase vectors are on the host.
+    All products and factorisations run on the device of the parameters; the phase vectors are on the host.
     """
 
     def __init__(self, outer: OuterState, layout: Layout) -> None:
@@ -73,8 +73,7 @@ class CodedStage:
     def orthonormalise(self, average_p: Tensor) -> None:
         """Fix P_hat, from the averaged vector of phase p."""
         factors, _ = self.layout.unpack_p(average_p)
-        anchor = self._outer.anchor
-        self._p_hat = {name: orthonormalise(p.to(anchor[name].device)) for name, p in factors.items()}
+        self._p_hat = {name: orthonormalise(p.to(self._outer.device)) for name, p in factors.items()}
 
     def decode(self, vector_p: Tensor, vector_q: Tensor) -> Average:
         """What a pair of vectors stands for: the average, or our own contribution as others decode it.

@@ -109,3 +109,12 @@ def test_rank_r_takes_port_plus_r_and_port_0_stays_free() -> None:
     assert shift_port("/ip4/0.0.0.0/tcp/0", 7) == "/ip4/0.0.0.0/tcp/0"
     with pytest.raises(LinkError, match="port 65536"):
         shift_port("/ip4/0.0.0.0/tcp/65535", 1)
+
+
+def test_a_profile_says_whether_to_offload(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text("offload = true\n")
+    assert profile.load_profile(str(tmp_path / "small.toml")).offload
+    (tmp_path / "small.toml").write_text("offload = 1\n")
+    with pytest.raises(SpecError, match="offload = 1 must be of type bool"):
+        profile.load_profile(str(tmp_path / "small.toml"))
+    assert not profile.load_profile("one-gpu").offload

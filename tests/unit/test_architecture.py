@@ -37,7 +37,8 @@ ARROWS = {
     "data": set[str](),
     "pipeline": set[str](),
     "inner": set[str](),
-    "outer": {"compression"},
+    "offload": set[str](),
+    "outer": {"compression", "offload"},
     "averaging": {"compression", "outer", "swarm"},
     "history": {"averaging", "line_file"},
     "invariants": {"averaging"},
@@ -48,7 +49,7 @@ ARROWS = {
 }
 APPS = {"peers", "bootstrap"}
 # Pure arithmetic: tensors and the standard library, no sockets, no files of ours, no Hugging Face.
-PURE = {"compression", "outer", "overlap"}
+PURE = {"compression", "offload", "outer", "overlap"}
 PURE_MAY_IMPORT = {"numpy", "torch"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "tools"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Factory", "Mixin")
