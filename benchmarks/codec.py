@@ -38,7 +38,7 @@ from p2p_dilocox.compression import (
     subtract_outer_,
     unpack_chunk,
 )
-from p2p_dilocox.recipe import RECIPES
+from p2p_dilocox.recipe import recipes
 
 GROUP = 64
 VALUES = 1 << 24
@@ -68,7 +68,7 @@ def lowrank(device: torch.device, repeat: int) -> dict[str, float]:
     p = project(residual, basis)
     p_hat = orthonormalise(p)
     q = back_project(residual, p_hat)
-    layout = Layout({"matrix": (SIDE, SIDE)}, RECIPES["dilocox"].compression)
+    layout = Layout({"matrix": (SIDE, SIDE)}, recipes()["dilocox"].compression)
     vectors = {"p": layout.pack_p({"matrix": p}, {}), "q": layout.pack_q({"matrix": q})}
 
     def coded(phase: Phase, vector: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ from p2p_dilocox.data import Batches, Corpus, load_tokens
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
-from p2p_dilocox.recipe import OVERLAP_DEFAULTS, RECIPES, default_gamma
+from p2p_dilocox.recipe import OVERLAP_DEFAULTS, default_gamma, recipes
 from p2p_dilocox.settings import Compression, Data, Eval, Inner, Model, Run, RunSpec
 
 CLUSTERS = 4
@@ -83,7 +83,7 @@ def coded(name: str, *, H: int = H, reducer: bool = True, trains: bool = True, *
         "gamma": default_gamma(changes.get("feedback", "local"), lowrank),
     }  # fmt: skip
     wanted: dict[str, Any] = {"bits": 4, "group": 64, "feedback": "local"} | follows | changes
-    base = RECIPES["dilocox-dense"].compression
+    base = recipes()["dilocox-dense"].compression
     return Setting(name, replace(base, **wanted), H, reducer, trains)
 
 

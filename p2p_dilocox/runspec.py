@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from p2p_dilocox.consistency import RULES, warnings_for
 from p2p_dilocox.errors import SpecError
-from p2p_dilocox.recipe import OVERLAP_DEFAULTS, RECIPES, default_gamma
+from p2p_dilocox.recipe import OVERLAP_DEFAULTS, default_gamma, recipes
 from p2p_dilocox.settings import (
     Checkpoint,
     Compression,
@@ -192,14 +192,14 @@ class _Reader:
         """Defaults of outer, overlap and compression. They follow what run.toml changes: another overlap
         brings its own outer learning rate, a rank of 0 its own gamma, more bits for all directions as many
         for the strongest."""
-        name = self._given("run", "recipe", "dilocox")
-        if isinstance(name, str) and name not in RECIPES:
+        name, known = self._given("run", "recipe", "dilocox"), recipes()
+        if isinstance(name, str) and name not in known:
             self.wrong.add("run.recipe")
             self.report(
                 ("run", "recipe"),
-                f"recipe = {_show(name)}, must be one of {', '.join(RECIPES)}{did_you_mean(name, RECIPES)}",
+                f"recipe = {_show(name)}, must be one of {', '.join(known)}{did_you_mean(name, known)}",
             )
-        recipe = RECIPES[name if isinstance(name, str) and name in RECIPES else "dilocox"]
+        recipe = known[name if isinstance(name, str) and name in known else "dilocox"]
         overlap, outer = recipe.overlap, recipe.outer
         mode = self._given("overlap", "mode", overlap.mode)
         if mode != overlap.mode and isinstance(mode, str):

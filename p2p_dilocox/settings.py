@@ -156,8 +156,10 @@ class Overlap:
 
     mode: Annotated[
         str, one_of("arrival", "boundary", "paper", "none"), "when the average of a round is applied"
-    ]
-    keep: Annotated[float, between(0, 1), "part of the movement made meanwhile that a cluster keeps (beta)"]
+    ] = "none"
+    keep: Annotated[
+        float, between(0, 1), "part of the movement made meanwhile that a cluster keeps (beta)"
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

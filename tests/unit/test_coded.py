@@ -10,7 +10,7 @@ from torch import Tensor
 from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges, stage_layout
 from p2p_dilocox.compression import Layout, Phase, pack_chunk, unpack_chunk
 from p2p_dilocox.outer import Average, OuterState
-from p2p_dilocox.recipe import RECIPES
+from p2p_dilocox.recipe import recipes
 from p2p_dilocox.runspec import parse_run
 from p2p_dilocox.settings import Compression
 
@@ -94,7 +94,7 @@ def error(average: Average) -> float:
 
 
 def compression(**changes: object) -> Compression:
-    base = replace(RECIPES["dilocox"].compression, bits=4, return_bits=4, strong_bits=4, lowrank=16)
+    base = replace(recipes()["dilocox"].compression, bits=4, return_bits=4, strong_bits=4, lowrank=16)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

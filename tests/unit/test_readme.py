@@ -11,7 +11,7 @@ import click
 import pytest
 
 from p2p_dilocox import errors
-from p2p_dilocox.recipe import RECIPES
+from p2p_dilocox.recipe import recipes
 from tests.unit.test_architecture import ARROWS
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def test_the_page_of_exit_codes_has_every_error_with_its_code() -> None:
 
 def test_the_page_of_recipes_has_the_settings_of_every_recipe() -> None:
     written = {row[0]: row[1:] for row in rows("docs/recipes.md") if len(row) == 8}
-    for name, recipe in RECIPES.items():
+    for name, recipe in recipes().items():
         c, outer = recipe.compression, recipe.outer
         kind = "Nesterov" if outer.nesterov else "SGD"
         assert written.pop(name) == [

@@ -1,19 +1,19 @@
 import pytest
 
 from p2p_dilocox.errors import SpecError
-from p2p_dilocox.recipe import OVERLAP_DEFAULTS, RECIPES, default_gamma
+from p2p_dilocox.recipe import OVERLAP_DEFAULTS, default_gamma, recipes
 from p2p_dilocox.runspec import parse_run
 from p2p_dilocox.settings import Compression, Outer
 
 
 def test_dilocox_has_both_low_rank_and_four_bits() -> None:
-    compression = RECIPES["dilocox"].compression
+    compression = recipes()["dilocox"].compression
     assert (compression.lowrank, compression.bits, compression.return_bits) == (64, 4, 4)
     assert (compression.strong_bits, compression.strong_fraction) == (8, 0.125)
 
 
 def test_dense_differs_from_dilocox_by_the_low_rank_and_its_damping_only() -> None:
-    full, dense = RECIPES["dilocox"], RECIPES["dilocox-dense"]
+    full, dense = recipes()["dilocox"], recipes()["dilocox-dense"]
     assert (dense.outer, dense.overlap) == (full.outer, full.overlap)
     assert dense.compression == Compression(
         bits=4, return_bits=4, strong_bits=4, strong_fraction=0.125, gather_up_to=2, group=64, lowrank=0,
@@ -33,14 +33,14 @@ def test_dense_differs_from_dilocox_by_the_low_rank_and_its_damping_only() -> No
     ],
 )
 def test_recipes_are_those_of_their_papers(name: str, outer: Outer, mode: str, bits: int) -> None:
-    recipe = RECIPES[name]
+    recipe = recipes()[name]
     assert (recipe.outer, recipe.overlap.mode, recipe.compression.bits) == (outer, mode, bits)
     assert recipe.source.startswith("arXiv:")
     assert len(recipe.about) > 80
 
 
 def test_every_recipe_uses_the_gamma_that_its_feedback_and_rank_call_for() -> None:
-    for recipe in RECIPES.values():
+    for recipe in recipes().values():
         assert recipe.compression.gamma == default_gamma(
             recipe.compression.feedback, recipe.compression.lowrank
         )
@@ -68,11 +68,11 @@ def spec_text(compression: str, recipe: str = "dilocox") -> str:
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", recipes())
 @pytest.mark.parametrize("bits", [2, 4, 8, 16, 32, 64])
 def test_more_bits_for_all_directions_are_as_many_for_the_strongest(recipe: str, bits: int) -> None:
     compression = parse_run(spec_text(f"bits = {bits}", recipe)).compression
-    assert compression.strong_bits == max(bits, RECIPES[recipe].compression.strong_bits)
+    assert compression.strong_bits == max(bits, recipes()[recipe].compression.strong_bits)
 
 
 def test_fewer_bits_for_the_strongest_directions_than_for_the_rest_are_refused() -> None:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from p2p_dilocox.errors import SpecError
+from p2p_dilocox.recipe import recipes
 from p2p_dilocox.runspec import (
     Outer,
     Overlap,
@@ -102,7 +103,7 @@ ONE_KEY = [
         "outer_steps = 3",
         'outer_steps = 3\nrecipe = "dilocx"',
         4,
-        'recipe = "dilocx", must be one of dilocox, dilocox-dense, dilocox-paper, diloco, opendiloco, fedavg',
+        f'recipe = "dilocx", must be one of {", ".join(recipes())}, did you mean',
     ),
     ("outer_steps = 3", "outer_steps = 3\nrecipe = 7", 4, "recipe = 7, must be text in quotes"),
     ("stages = 2", "stages = 0", 6, "stages = 0, must be between 1 and 4096"),
