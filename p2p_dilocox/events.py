@@ -37,7 +37,8 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase(Event):
-    """Where a rank is: starting, connecting, waiting, downloading, training, draining, leaving, done."""
+    """Where a rank is: starting, connecting, waiting, downloading, training, paused, draining, leaving,
+    done."""
 
     kind: ClassVar[str] = "phase"
     name: str

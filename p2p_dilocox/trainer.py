@@ -5,6 +5,7 @@ it moves by
 committed averages only. Threads, retries, votes and deadlines live behind `Rounds`.
 """
 
+import contextlib
 import math
 import threading
 import time
@@ -37,7 +38,7 @@ from p2p_dilocox.outer import ErrorAlarm, OuterState, fingerprint
 from p2p_dilocox.overlap import Overlap
 from p2p_dilocox.pipeline import Pipeline, StepResult
 from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step
-from p2p_dilocox.wish import Leave, Wish
+from p2p_dilocox.wish import Stop, Wish
 
 __all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "take_outer_steps", "train"]
 
@@ -68,17 +69,18 @@ class Rank:
     h: int = 0  # its inner steps already done
     pending: Round | None = None  # on the wire; a joiner follows the one that started before it came
     unsent_tokens: int = 0
+    wanted: int = Wish.STAY  # what the ranks agreed on at the last inner step
     skipped: int = 0  # inner steps whose loss or gradient was not finite
     alarm: ErrorAlarm = field(default_factory=ErrorAlarm)
 
 
 def train(spec: RunSpec, rank: Rank) -> bool:
     """Run the outer steps from rank.t to the run's last. True if
-    they are done, False if the cluster was told to leave.
+    they are done, False if it was told to stop: `rank.wanted`.
 
     Raises ClusterError if this cluster cannot go on from its state; it may come back and download another.
     """
-    overlap, last = Overlap(spec.overlap.mode), spec.run.outer_steps
+    overlap, last, rank.wanted = Overlap(spec.overlap.mode), spec.run.outer_steps, Wish.STAY
     try:
         while rank.t <= last:  # for outer step t = 1 .. T
             while rank.h < spec.inner.H and rank.t <= last:  #   for inner step h = 1 .. H
@@ -94,11 +96,15 @@ def train(spec: RunSpec, rank: Rank) -> bool:
             rank.pending = rank.rounds.start(rank.t, offer)
             rank.t, rank.h, rank.unsent_tokens = rank.t + 1, 0, 0
             rank.progress.h = 0
-            if overlap.waits_at_start:
+            if overlap.waits_at_start or rank.wanted:
                 land(spec, rank)
-    except Leave as leave:
-        if rank.pending and not leave.now:
-            land(spec, rank)
+            if rank.wanted and rank.t <= last:
+                raise Stop(rank.wanted)
+    except Stop as stop:
+        rank.wanted = stop.wish
+        if rank.pending and rank.wanted != Wish.LEAVE_NOW:
+            with contextlib.suppress(Stop):
+                land(spec, rank)
         rank.pending = None  # what it carried stays undelivered
         return False
     if rank.pending:  # the last average is applied, not lost
@@ -113,11 +119,10 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
     tokens = rank.batches.batch(t, h)
     rank.pipeline.forward_backward(tokens)
     arrived = rank.pending is not None and rank.pending.ready()
-    wish = rank.wish.value
     astray = bool(rank.progress.astray)  # only the lead, rank 0, looks at other clusters' histories
     duplicate = bool(rank.progress.duplicate)
-    flags = [arrived, wish == Wish.LEAVE, wish == Wish.LEAVE_NOW, astray, duplicate]
-    step = rank.pipeline.clip_([float(flag) for flag in flags])
+    wishes = [rank.wish.value == wish for wish in range(Wish.LEAVE_NOW + 1)]
+    step = rank.pipeline.clip_([float(flag) for flag in (arrived, astray, duplicate, *wishes)])
     rank.h = rank.progress.h = h + 1
     if math.isfinite(step.loss) and math.isfinite(step.grad_norm):
         lr = rank.inner.step((t - 1) * spec.inner.H + h)
@@ -142,13 +147,15 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
         )
     else:
         skip(spec, rank, step)
-    if step.extra[4]:
+    if step.extra[2]:
         raise NotTrustedError(rank.progress.duplicate or "rank 0 found its identity in use elsewhere")
-    if step.extra[3]:
+    if step.extra[1]:
         why = rank.progress.astray or "rank 0 found another history"
         raise ClusterError(f"{why}. The cluster has to fetch the state of the others.")
-    if step.extra[1] or step.extra[2]:  # summed over the ranks, so all of them leave after the same step
-        raise Leave(now=step.extra[2] > 0)
+    # Summed over the ranks, so all of them stop after the same step.
+    rank.wanted = max(wish for wish, ranks in enumerate(step.extra[3:]) if ranks)
+    if rank.wanted in (Wish.PAUSE_NOW, Wish.LEAVE_NOW):
+        raise Stop(rank.wanted)
     return round(step.extra[0]) == rank.pipeline.num_ranks
 
 
@@ -207,7 +214,7 @@ def land(spec: RunSpec, rank: Rank) -> None:
     started = time.monotonic()
     outcome = rank.pending.wait(lambda: rank.wish.value == Wish.LEAVE_NOW)
     if outcome is None:
-        raise Leave(now=True)
+        raise Stop(Wish.LEAVE_NOW)
     waited_s = time.monotonic() - started
     rank.pending = None
     agree_in_cluster(rank, outcome)

@@ -116,12 +116,33 @@ def cluster_id(state_dir: Path) -> None:
 
 @main.command()
 @click.option("--state-dir", required=True, type=STATE_DIR)
-@click.option("--now", is_flag=True, help="Do not wait for the round in flight.")
+@click.option("--now", is_flag=True, help="Do not finish the outer step, nor wait for the round in flight.")
 def leave(state_dir: Path, now: bool) -> None:
-    """Take the cluster of a state directory out of its run, without loss."""
+    """Take the cluster of a state directory out of its run once its outer step is delivered."""
     from .control import request_leave
 
     click.echo(request_leave(state_dir, now=now))
+
+
+@main.command()
+@click.option("--state-dir", required=True, type=STATE_DIR)
+@click.option("--now", is_flag=True, help="Do not finish the outer step.")
+def pause(state_dir: Path, now: bool) -> None:
+    """Stop training until `resume`; the processes stay, and nobody waits for them."""
+    from .control import ask
+
+    ask(state_dir, {"command": "pause", "now": now})
+    click.echo(f"pauses after this {'inner' if now else 'outer'} step")
+
+
+@main.command()
+@click.option("--state-dir", required=True, type=STATE_DIR)
+def resume(state_dir: Path) -> None:
+    """Go on after `pause`, with what the others have done meanwhile."""
+    from .control import ask
+
+    ask(state_dir, {"command": "resume"})
+    click.echo("resumes")
 
 
 @main.command()

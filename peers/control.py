@@ -1,4 +1,4 @@
-"""The local socket of a running cluster: `status` and `leave`, one JSON object per line.
+"""The local socket of a running cluster: `status`, `leave`, `pause`, `resume`, one JSON object per line.
 
 Whoever may open STATE/control.sock (mode 0600) may end the cluster; nobody else can.
 """

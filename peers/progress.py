@@ -127,6 +127,11 @@ class Progress:
         return sum(n for n, _ in self._rates) / seconds if seconds > 0 else None
 
     @property
+    def rest_of_outer_step_s(self) -> float:
+        """How long the inner steps that are left usually take; 0 before the first."""
+        return (self.H - self.h) * sum(s for _, s in self._rates) / max(len(self._rates), 1)
+
+    @property
     def committed(self) -> int:
         """The last outer step taken; 0 before the first."""
         return max(self._last_t, max(self.rounds, default=0))

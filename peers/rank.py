@@ -42,12 +42,13 @@ from p2p_dilocox.swarm.messages import RankAddress, unpack
 from p2p_dilocox.swarm.node import Node
 from p2p_dilocox.swarm.signed import spec_digest
 from p2p_dilocox.trainer import Rank, evaluate, parameter_digests, train
-from p2p_dilocox.wish import Leave, Wish
+from p2p_dilocox.wish import Stop, Wish
 
 __all__ = ["run_rank"]
 
 _NETWORK_S = 60.0  # start, fetch, publish: each with its own deadlines inside, this one is the last resort
 _DOWNLOADS = 5
+_REST_S = 0.5  # between two looks whether a pause is over
 _LOG = logging.getLogger(__name__)
 
 
@@ -96,12 +97,16 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
             stack.callback(lambda: _quietly(network, lead.close()))
         try:
             _enter_run(spec, rank, lead, network, say)
-            complete = _train(spec, rank, say)
-        except Leave:
+            while not (complete := _train(spec, rank, say)) and rank.wanted in (Wish.PAUSE, Wish.PAUSE_NOW):
+                _enter_run(spec, rank, lead, network, say)  # it comes back as one that has been away
+        except Stop:
             complete = False
-        if complete and lead is not None:
+        if lead is not None and rank.wish.value != Wish.LEAVE_NOW:
             say("leaving", "staying for clusters that are not done")
-            _quietly(network, lead.company.linger(spec.run.outer_steps))
+            if not complete:
+                rank.progress.state = "left"
+                _quietly(network, lead.company.announce())
+            _quietly(network, lead.company.linger(rank.outer.t))
         reason = "complete" if complete else "left"
         report(Finished(rank=index, t=rank.outer.t, reason=reason, parameter_digests=parameter_digests(rank)))
 
@@ -217,15 +222,19 @@ def _enter_run(
     """Wait for enough clusters, or fetch the state of one that is
     further; then the cluster counts as training."""
     waiting_since = time.monotonic()
+    rank.progress.state = "joining"
     for _ in range(_DOWNLOADS):
         plan = _next_plan(spec, rank, lead, network)
-        while plan.action == "wait":
+        while plan.action in ("wait", "pause"):
+            if plan.action == "pause":
+                plan = _rest(spec, rank, plan, lead, network, say)
+                continue
             waited_s = time.monotonic() - waiting_since
             say("waiting", f"{plan.detail}, {waited_s:.0f} s")
             time.sleep(min(2.0, 0.5 + waited_s / 20))
             plan = _next_plan(spec, rank, lead, network)
         if plan.action == "leave":
-            raise Leave(now=True)
+            raise Stop(Wish.LEAVE_NOW)
         if plan.action == "refused":
             raise NotTrustedError(plan.detail)
         if plan.action == "start" and rank.progress.state == "training":
@@ -252,11 +261,33 @@ def _enter_run(
 def _next_plan(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThread) -> Plan:
     packed = b""
     if lead is not None:
-        plan = Plan(action="leave") if rank.wish.value else network.call(
-            make_plan(lead.company, rank.outer, spec.run.min_clusters), _NETWORK_S
-        )  # fmt: skip
+        if rank.wish.value >= Wish.LEAVE:
+            plan = Plan(action="leave")
+        elif rank.wish.value:
+            plan = Plan(action="pause", detail=rank.wish.reason)
+        else:
+            plan = network.call(make_plan(lead.company, rank.outer, spec.run.min_clusters), _NETWORK_S)
         packed = plan.pack()
     return unpack(rank.pipeline.broadcast(packed), Plan)
+
+
+def _rest(
+    spec: RunSpec, rank: Rank, plan: Plan, lead: Lead | None, network: NetworkThread,
+    say: Callable[[str, str], None],
+) -> Plan:  # fmt: skip
+    """Stay in memory and do nothing until the wish is another one; nobody's round waits for us."""
+    rank.progress.state = "paused"
+    if lead is not None:
+        _quietly(network, lead.company.announce())
+    reason = None
+    while plan.action == "pause":
+        if plan.detail != reason:
+            reason = plan.detail
+            say("paused", reason)
+        time.sleep(_REST_S)
+        plan = _next_plan(spec, rank, lead, network)
+    rank.progress.state = "joining"
+    return plan
 
 
 def _download(

@@ -56,6 +56,14 @@ class Outcome:
         return 128 + self.signal if self.signal else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """now: without finishing the outer step."""
+
+    reason: str
+    now: bool
+
+
 class Supervisor:
     """Made for one `join`; `run` returns when every rank has ended and none will start again.
 
@@ -85,6 +93,8 @@ class Supervisor:
         self._failed: tuple[RankProcess, int] | None = None
         self._last_words: dict[int, str] = {}
         self._asked_to_leave = False
+        self._asked_to_pause: Pause | None = None
+        self._told: Pause | None = None  # of what the ranks know
         self._unwritable: set[str] = set()
         self._stopping: Literal["no", "leave", "now", "killed"] = "no"
         self._deadline = float("inf")
@@ -128,7 +138,7 @@ class Supervisor:
     def _run_ranks(self, server: socket.socket) -> None:
         """From the start of all ranks to the end of the last."""
         self._ranks, self._failed, self._last_words = [], None, {}
-        self._stopping, self._deadline = "no", float("inf")
+        self._stopping, self._deadline, self._told = "no", float("inf"), None
         # A file that does not exist: torch's file store reads what an earlier start left in an old one.
         rendezvous = self._state / f"rendezvous-{secrets.token_hex(8)}"
         for config in self._workers:
@@ -174,6 +184,8 @@ class Supervisor:
                 self._reap(rank)
         if time.monotonic() > self._deadline:
             self._escalate()
+        if self._asked_to_pause != self._told and self._stopping == "no":
+            self._tell_pause(self._asked_to_pause)
         if time.monotonic() > self._next_status:
             self._next_status = time.monotonic() + _STATUS_S
             self._write_status()
@@ -223,6 +235,19 @@ class Supervisor:
             others = "; ending the others" if any(not r.ended for r in self._ranks) else ""
             self._display.say(f"rank {rank.number} failed{others}")
             self._leave(now=True, within_s=_FAILED_S)
+
+    def _tell_pause(self, pause: Pause | None) -> None:
+        self._told = pause
+        command: dict[str, Any] = {"command": "resume"}
+        if pause is not None:
+            command = {"command": "pause", "reason": pause.reason, "now": pause.now}
+            when = "this inner step" if pause.now else "this outer step"
+            self._display.say(f"pausing after {when}: {pause.reason}")
+        else:
+            self._display.say("resuming")
+        for rank in self._ranks:
+            if not rank.ended:
+                rank.send(command)
 
     def _leave(self, *, now: bool, within_s: float) -> None:
         self._stopping = "now" if now else "leave"
@@ -306,8 +331,15 @@ class Supervisor:
                     self._asked_to_leave = True
                     if self._stopping == "no" or (now and self._stopping == "leave"):
                         self._display.say("asked to leave" + (" now" if now else ""))
-                        self._leave(now=now, within_s=_NOW_S if now else self._leave_s)
+                        step_s = 0.0 if now else 2 * self._progress.rest_of_outer_step_s
+                        self._leave(now=now, within_s=_NOW_S if now else self._leave_s + step_s)
                     return {"ok": True, "deadline_s": max(self._deadline - time.monotonic(), 0) + _NOW_S}
+                case {"command": "pause", **rest}:
+                    self._asked_to_pause = Pause("asked to", rest.get("now") is True)
+                    return {"ok": True}
+                case {"command": "resume"}:
+                    self._asked_to_pause = None
+                    return {"ok": True}
         except ValueError:
             pass
         return {"error": f"unknown command {printable(line.decode(errors='replace'), 80)!r}"}

@@ -18,6 +18,7 @@ _PHASE_STYLES = {
     "training": "bold green",
     "done": "bold green",
     "leaving": "bold yellow",
+    "paused": "bold yellow",
     "waiting": "bold yellow",
 }
 _LABEL_WIDTH = 10

@@ -44,10 +44,13 @@ class _Channel:
         with self._socket.makefile("rb") as lines:
             for line in lines:
                 command = json.loads(line)
-                if command.get("command") == "leave":
-                    self.wish.value = (
-                        self.wish.LEAVE_NOW if command.get("now") else max(self.wish.value, self.wish.LEAVE)
-                    )
+                match command:
+                    case {"command": "leave", "now": bool(now)}:
+                        self.wish.leave(now=now)
+                    case {"command": "pause", "reason": str(reason), "now": bool(now)}:
+                        self.wish.pause(reason, now=now)
+                    case {"command": "resume"}:
+                        self.wish.resume()
         os._exit(1)
 
 

@@ -1,6 +1,8 @@
 """The clusters of a run as one of them sees them: who is there, where each stands, is there one history."""
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ CALL_FAILED = (
     P2PDaemonError, P2PHandlerError, ControlFailure, asyncio.TimeoutError, ConnectionError, NotTrustedError,
 )  # fmt: skip
 _HEARTBEAT_S = 3.0
+_GOODBYE_S = 3.0
 _OTHERS_KEPT = 64
 _LINEAGES_KEPT = 64
 _NO_DOUBT = Deadline(0)
@@ -95,6 +98,7 @@ class Company:
         self.gate = service.gate
         self._since, self._published = time.time(), False
         self._ranks: dict[str, list[RankAddress]] = {}
+        self._departed: dict[str, float] = {}  # who said that it leaves or pauses, and since when it was here
         self._doubted: dict[str, Deadline] = {}
         self._heart: asyncio.Task[None] | None = None
 
@@ -107,7 +111,13 @@ class Company:
             self._heart.cancel()
             await asyncio.gather(self._heart, return_exceptions=True)
         self.progress.state = "left"
-        await within(self.node.publish_presence(self.key, self.presence()), self.timeouts.reply_s)
+        await self.announce()
+
+    async def announce(self) -> None:
+        """Tell all what `progress.state` is now: nobody waits for a cluster that has left or paused."""
+        told = asyncio.gather(self.node.publish_presence(self.key, self.presence()), self._hello())
+        with contextlib.suppress(TimeoutError):
+            await within(told, _GOODBYE_S)
 
     def presence(self) -> Presence:
         p = self.progress
@@ -126,9 +136,12 @@ class Company:
     def coordinators(self) -> list[str]:
         """The members of the last committed round, who so agree on this list; at the start all present.
 
-        Those that nobody can dial hold no roll call, unless there are no others.
+        Those that nobody can dial hold no roll call, unless there are no others; those that have left or
+        paused, we ourselves among them, are passed over.
         """
+        away = {*self._departed, *([self.me] if self.progress.state == "paused" else [])}
         clusters = self.progress.members or sorted({*self.present, self.me})
+        clusters = [c for c in clusters if c not in away] or clusters
         return [c for c in clusters if all(r.maddrs for r in self.ranks_of(c))] or clusters
 
     def expected(self) -> list[str]:
@@ -137,7 +150,7 @@ class Company:
         A heartbeat is some seconds old, so "in step" leaves room for two outer steps.
         """
         in_step = {c for c, p in self.present.items() if p.state == "training" and p.t >= self.progress.t - 2}
-        return sorted({*self.coordinators(), *in_step})
+        return sorted({*self.coordinators(), *in_step} - self._departed.keys())
 
     def uplink_mbps(self) -> float:
         """As measured when much was sent, to three digits; 0 if it never was."""
@@ -158,6 +171,8 @@ class Company:
         self._published = True
         self.present = {c: p for c, p in self.present.items() if self._allowed(c)}
         for cluster, presence in self.present.items():
+            if presence.since > self._departed.get(cluster, math.inf):
+                self.back(cluster)  # another start of it
             await self.meet(cluster, presence.ranks)
 
     def _allowed(self, cluster: str) -> bool:
@@ -184,6 +199,9 @@ class Company:
         A heartbeat in the DHT would reach them seconds later, when a round without us may have begun.
         """
         await self.refresh()
+        return await self._hello()
+
+    async def _hello(self) -> dict[str, Standing]:
         hello = Envelope(body=seal(self.key, self.node.run_id, self.presence()))
         others = [c for c in self.present if c != self.me]
         answers = await asyncio.gather(
@@ -225,6 +243,24 @@ class Company:
     def heard(self, cluster: str) -> None:
         """It has spoken to us."""
         self._doubted.pop(cluster, None)
+
+    def back(self, cluster: str) -> None:
+        """It takes part, whatever it said before."""
+        self._departed.pop(cluster, None)
+
+    async def greeted(self, presence: Presence) -> bool:
+        """A cluster's own lead told us its presence. Whether it takes part from now on."""
+        cluster = presence.cluster_id
+        self.heard(cluster)
+        self.present[cluster] = presence
+        await self.meet(cluster, presence.ranks)
+        if presence.state in ("left", "paused"):
+            self._departed[cluster] = presence.since
+            while len(self._departed) > _OTHERS_KEPT:
+                del self._departed[next(iter(self._departed))]
+            return False
+        self.back(cluster)
+        return True
 
     async def standing_of(self, cluster: str) -> Standing | None:
         """Where a cluster stands; None if it does not answer in time."""
@@ -276,7 +312,8 @@ class Company:
                 if republish.passed:  # the run can then be joined through any live peer
                     await self.node.publish_run(self._signed)
                     republish = Deadline(RUN_LIFE_S / 4)
-                await self._compare_histories()
+                if self.progress.state == "training":  # else it looks where the others are when it comes in
+                    await self._compare_histories()
             except CALL_FAILED:
                 pass  # the next beat tries again; a lasting failure shows as an empty swarm in the view
             await asyncio.sleep(_HEARTBEAT_S)

@@ -25,7 +25,7 @@ class Plan(Message, frozen=True, kw_only=True):
     standing: the donor's, or of a cluster with our lineage; None if we are the first.
     """
 
-    action: Literal["wait", "start", "download", "leave", "refused"]
+    action: Literal["wait", "start", "download", "pause", "leave", "refused"]
     donor: Annotated[list[RankAddress], msgspec.Meta(max_length=512)] = []
     standing: Standing | None = None
     detail: str = ""

@@ -245,17 +245,19 @@ class Lead:
 
     # --- service.Desk
 
-    async def on_hello(self, sealed: bytes) -> Standing:
+    async def on_hello(self, sealed: bytes, peer: str) -> Standing:
         presence = open_sealed(sealed, self.run_id, Presence)
         self.gate.require(presence.cluster_id)
-        self.company.heard(presence.cluster_id)
-        if presence.cluster_id != self.me:
-            self.company.present[presence.cluster_id] = presence
-            await self.company.meet(presence.cluster_id, presence.ranks)
+        if presence.lead.peer != peer:  # else who overheard a goodbye could say it again
+            raise NotTrustedError(f"{peer} tells the presence of another peer")
+        if presence.cluster_id != self.me and not await self.company.greeted(presence):
+            self.rollcalls.forget(presence.cluster_id)
         return self.company.standing()
 
     async def on_ready(self, sealed: bytes) -> CallReply:
-        self.company.heard(open_sealed(sealed, self.run_id, Ready).cluster_id)
+        cluster = open_sealed(sealed, self.run_id, Ready).cluster_id
+        self.company.heard(cluster)
+        self.company.back(cluster)
         return await self.rollcalls.answer(sealed, last_t=self.progress.t)
 
     async def on_call(self, ask: Ask) -> CallReply:

@@ -219,6 +219,12 @@ class RollCalls:
         left_out = roll.left_out.get(ready.cluster_id, "")
         return CallReply(call=roll.call, over=roll.over, dropped=roll.dropped, left_out=left_out)
 
+    def forget(self, cluster: str) -> None:
+        """It has left or paused: a roll call that waits for it looks again."""
+        self._callers.pop(cluster, None)
+        for roll in self._rolls.values():
+            roll.arrived.set()
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()

@@ -52,7 +52,7 @@ class Desk(Protocol):
     shown.
     """
 
-    async def on_hello(self, sealed: bytes) -> Standing: ...
+    async def on_hello(self, sealed: bytes, peer: str) -> Standing: ...
     async def on_ready(self, sealed: bytes) -> CallReply: ...
     async def on_call(self, ask: Ask) -> CallReply: ...
     async def on_stage_done(self, done: StageDone) -> Decision: ...
@@ -108,7 +108,7 @@ class Service(ServicerBase):
     # --- short questions
 
     async def rpc_hello(self, request: Envelope, context: P2PContext) -> Standing:
-        return await self._desk().on_hello(request.body)
+        return await self._desk().on_hello(request.body, str(context.remote_id))
 
     async def rpc_ready(self, request: Envelope, context: P2PContext) -> CallReply:
         return await self._desk().on_ready(request.body)

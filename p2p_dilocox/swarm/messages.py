@@ -62,7 +62,7 @@ Ranks = Annotated[list[RankAddress], msgspec.Meta(min_length=1, max_length=512)]
 
 class Presence(Message, frozen=True, kw_only=True):
     """A cluster's heartbeat. `t`: last outer step it took; `h`: inner steps since. `state`: joining,
-    training, left.
+    training, paused, left.
 
     `since`: Unix time at which it came; of two machines with one identity the later one has to go.
     """
@@ -72,7 +72,7 @@ class Presence(Message, frozen=True, kw_only=True):
     ranks: Ranks
     t: Count
     h: Count
-    state: Annotated[str, msgspec.Meta(pattern=r"^(joining|training|left)\Z")]
+    state: Annotated[str, msgspec.Meta(pattern=r"^(joining|training|paused|left)\Z")]
     loss: float
     tokens_per_s: Measure
     tokens: Count

@@ -52,7 +52,9 @@ def test_the_options_of_every_command_are_frozen() -> None:
         "join": "--announce --client --cluster --devices --link-file --listen --name --offload --state-dir "
         "--threads link",
         "leave": "--now --state-dir",
+        "pause": "--now --state-dir",
         "plot": "--out state_dirs",
+        "resume": "--state-dir",
         "status": "--json --state-dir link",
         "validate": "run_file",
     }
