@@ -34,14 +34,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges, stage_layout
+from p2p_dilocox.averaging.coded import CodedStage, StageLayouts, chunk_ranges
 from p2p_dilocox.compression import Layout, Phase, initial_basis, round_trip
 from p2p_dilocox.data import Batches, Corpus, load_tokens
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
 from p2p_dilocox.recipe import OVERLAP_DEFAULTS, default_gamma, recipes
-from p2p_dilocox.settings import Compression, Data, Eval, Inner, Model, Run, RunSpec
+from p2p_dilocox.settings import Compression, Data, Eval, Inner, Model, Run, RunSpec, Schedule
 
 CLUSTERS = 4
 START = 400  # inner steps before the clusters start
@@ -134,6 +134,7 @@ def spec_of(model: str, setting: Setting) -> RunSpec:
         data=Data(seq_len=64),
         inner=Inner(H=setting.H, batch_size=4, lr=3e-3, warmup_steps=32),
         outer=outer,
+        schedule=Schedule(),
         overlap=overlap,
         compression=setting.compression,
         eval=Eval(batches=32),
@@ -250,7 +251,7 @@ def train(
     clusters = [Cluster.load(spec, corpus, str(number), start) for number in range(CLUSTERS)]
     outers = [cluster.outer for cluster in clusters]
     dense_names = clusters[0].pipeline.span.embedding_names
-    layout = stage_layout(outers[0], list(outers[0].anchor), dense_names)
+    layout = StageLayouts(outers[0], list(outers[0].anchor), dense_names, 1).at(1)
     probes = {s.name: Probe(spec_of(model, s), outers[0], dense_names) for s in probed}
     pending: tuple[Average, list[Average]] | None = None
 

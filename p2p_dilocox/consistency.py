@@ -39,6 +39,37 @@ def _keep(spec: RunSpec) -> Iterator[Finding]:
         yield "overlap.keep", f'must be 0 with overlap.mode = "{mode}", which goes on from the anchor'
 
 
+def _delay(spec: RunSpec) -> Iterator[Finding]:
+    if spec.overlap.mode == "delay" and spec.overlap.delay > spec.inner.H:
+        yield (
+            "overlap.delay",
+            f"must be at most inner.H = {spec.inner.H}: one round is on the wire at a time",
+        )
+
+
+def _drawn(spec: RunSpec) -> Iterator[Finding]:
+    """A fraction of the values, another one each time: no direction lasts, and no momentum of a value."""
+    if spec.schedule.fraction == 1:
+        return
+    if spec.schedule.fragments > 1:
+        yield "schedule.fragments", "must be 1 with a schedule.fraction below 1"
+    if spec.outer.momentum > 0:
+        yield "outer.momentum", "must be 0 with a schedule.fraction below 1: a value is averaged seldom"
+    if spec.compression.lowrank > 0:
+        yield "compression.lowrank", "must be 0 with a schedule.fraction below 1"
+    if spec.compression.feedback not in ("parameters", "none"):
+        yield "compression.feedback", 'must be "parameters" or "none" with a schedule.fraction below 1'
+
+
+def _feedback_in_parameters(spec: RunSpec) -> Iterator[Finding]:
+    if spec.compression.feedback != "parameters":
+        return
+    if spec.compression.gamma != 1:
+        yield "compression.gamma", 'must be 1 with feedback = "parameters": what was not said stays in them'
+    if spec.overlap.mode == "delay" and spec.overlap.keep != 0:
+        yield "overlap.keep", 'must be 0 with mode = "delay" and compression.feedback = "parameters"'
+
+
 def _strong_bits(spec: RunSpec) -> Iterator[Finding]:
     compression = spec.compression
     if compression.strong_bits < compression.bits:
@@ -114,6 +145,21 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...
     (("model.stages", "inner.microbatches", "inner.batch_size"), _microbatches),
     (("run.outer_steps", "inner.H", "inner.warmup_steps"), _warmup),
     (("overlap.mode", "overlap.keep"), _keep),
+    (("overlap.mode", "overlap.delay", "inner.H"), _delay),
+    (
+        (
+            "schedule.fraction",
+            "schedule.fragments",
+            "outer.momentum",
+            "compression.lowrank",
+            "compression.feedback",
+        ),
+        _drawn,
+    ),
+    (
+        ("compression.feedback", "compression.gamma", "overlap.mode", "overlap.keep"),
+        _feedback_in_parameters,
+    ),
     (("compression.bits", "compression.strong_bits"), _strong_bits),
     (("data.source", "data.paths", "data.name", "data.subset"), _source),
     (("model.config", "model.path"), _one_model),

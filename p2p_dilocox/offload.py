@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["borrowed", "shown_in", "slices", "stored"]
+__all__ = ["borrowed", "picked", "shown_in", "slices", "stored"]
 
 
 def stored(like: Tensor, *, dtype: torch.dtype, offload: bool) -> Tensor:
@@ -45,6 +45,20 @@ def slices(
         constant = tuple(part.to(device, non_blocking=True) for part in parts[len(written) :])
         with borrowed(device, *parts[: len(written)]) as changing:
             yield (*changing, *constant)
+
+
+def picked(
+    device: torch.device, size: int, places: Tensor | None, written: Sequence[Tensor], read: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
+    """As slices; with places, int64 [k], the values there alone, all at once."""
+    if places is None:
+        yield from slices(device, size, written, read)
+        return
+    flat = [tensor.detach().view(-1) for tensor in (*written, *read)]
+    chosen = [tensor[places.to(tensor.device)] for tensor in flat]
+    yield from slices(device, max(1, len(places)), chosen[: len(written)], chosen[len(written) :])
+    for tensor, values in zip(flat, chosen[: len(written)], strict=False):
+        tensor[places.to(tensor.device)] = values
 
 
 @contextlib.contextmanager

@@ -12,27 +12,36 @@ commit        undelivered <- gamma (delta - own)                 local; delta - 
 drop          nothing: the next delta carries it, once and at full weight
 restart_      theta_i <- anchor - keep fresh, counted <- 0       the anchor moves inside of it, nowhere else
 
+With feedback `parameters` what a message could not say stays in theta_i, as CocktailSGD and SPARTA have it:
+
+commit        undelivered <- delta - own
+restart_      theta_i <- anchor - undelivered - keep fresh, counted <- undelivered
+
+A round that averages a part of the model (`Average.covers`) changes that part of all this and nothing else.
 What rounding to bf16 cuts off a contribution stays in theta_i as movement that is not counted yet.
 """
 
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from p2p_dilocox.compression import initial_basis, is_lowrank
 from p2p_dilocox.lineage import next_lineage
-from p2p_dilocox.offload import borrowed, shown_in, slices, stored
+from p2p_dilocox.offload import borrowed, picked, shown_in, slices, stored
+from p2p_dilocox.outer_step import Average, nesterov_
 from p2p_dilocox.runspec import RunSpec
+from p2p_dilocox.selection import partial
 
 __all__ = [
     "Average", "Delta", "ErrorAlarm", "OuterState", "Residual", "fingerprint", "nesterov_", "same_anchor",
 ]  # fmt: skip
 
 Parameters = Mapping[str, Tensor]
+Covers = Mapping[str, Tensor | None]
 
 _FOLD = 4093  # a prime: rows of a matrix do not fall on one another when its tensor is folded
 _SLICE = _FOLD * 256  # values that arithmetic takes at a time, so that what it needs besides stays small
@@ -41,56 +50,6 @@ _SIGNS = torch.tensor(
 ).view(4, _FOLD)
 _SAME = 1e-4  # see same_anchor
 _ERROR_LIMIT, _ERROR_STEPS = 3.0, 3  # see ErrorAlarm
-
-
-@dataclass
-class Average:
-    """Something decoded from the wire: an average, or what the others decode of our own contribution.
-
-    factors: name -> (P [m, r], Q [n, r]); the matrix is P Q^T.
-    dense: name -> tensor in the parameter's shape.
-    """
-
-    factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    dense: dict[str, Tensor] = field(default_factory=dict)
-
-    def add_to_(self, tensors: Parameters, alpha: float) -> None:
-        """tensors += alpha * self, without materialising a low-rank product."""
-        for name in (*self.factors, *self.dense):
-            self.add_one_(name, tensors[name], alpha)
-
-    def only(self, name: str) -> "Average":
-        """Our tensor of that name, alone."""
-        factors = {name: self.factors[name]} if name in self.factors else {}
-        return Average(factors, {name: self.dense[name]} if name in self.dense else {})
-
-    def add_one_(self, name: str, tensor: Tensor, alpha: float) -> None:
-        """tensor += alpha * our tensor of that name."""
-        if name in self.factors:
-            p, q = self.factors[name]
-            matrix = tensor.view(tensor.shape[0], -1)
-            matrix.addmm_(p.to(matrix), q.to(matrix).T, alpha=alpha)
-        elif name in self.dense:
-            tensor.add_(self.dense[name].to(tensor.device), alpha=alpha)
-
-
-def nesterov_(
-    theta: Parameters, momentum: Parameters, average: Average, *, lr: float, beta: float, nesterov: bool
-) -> None:
-    """v <- beta v + Delta; theta <- theta - lr (Delta + beta v), as torch.optim.SGD(nesterov=True). In place.
-
-    DiLoCo (arXiv 2311.08105), Algorithm 1; Delta = average pseudo-gradient, old minus new, so it descends.
-    Without momentum v is Delta itself, and theta takes it as it
-    came: rounded to v's float32 it would not be exact.
-    """
-    for v in momentum.values():
-        v.mul_(beta)
-    average.add_to_(momentum, 1.0)
-    if nesterov or beta == 0.0:
-        average.add_to_(theta, -lr)
-    if beta != 0.0:
-        for name, v in momentum.items():
-            theta[name].add_(v, alpha=-lr * (beta if nesterov else 1.0))
 
 
 class Residual(Mapping[str, Tensor]):
@@ -154,6 +113,8 @@ class OuterState:
             for name in self.anchor
             if is_lowrank(name, self.anchor[name].shape, spec.compression.lowrank, dense_names)
         }
+        # Whether theta_i has what is undelivered: then it is at anchor - undelivered - fresh at all times.
+        self.keeps_undelivered = spec.compression.feedback == "parameters" or partial(spec.schedule)
         self.t = 0
         self.lineage = lineage
         self.members: list[str] = []
@@ -192,19 +153,21 @@ class OuterState:
         late: another contribution was made since. gamma does not shrink that one, so it is left out.
         """
         compression = self.spec.compression
-        if compression.feedback == "none" and not late:
-            self.forget_undelivered()
-            return
         said = average if compression.feedback == "paper" else own
         error_sq = 0.0
-        for name, waiting in self.undelivered.items():
+        for name, places in own.covers().items():
+            waiting = self.undelivered[name]
+            if compression.feedback == "none" and not late:
+                for (part,) in picked(self.device, _SLICE, places, (waiting,), ()):
+                    part.zero_()
+                continue
             error = self.residual[name]
             said.add_one_(name, error, -1.0)
             if not late:
                 error.mul_(compression.gamma)
             waiting.copy_(error)
             error_sq += sum(_square(part).item() for (part,) in slices(self.device, _SLICE, (), (error,)))
-        self._error = None if late else error_sq
+        self._error = None if late or self.keeps_undelivered else error_sq
 
     def forget_undelivered(self) -> None:
         """Nothing waits any more: all of it was delivered, or cannot be."""
@@ -219,7 +182,7 @@ class OuterState:
         Only within `restart_`: theta_i and `counted` are measured from the anchor that moves here.
         """
         outer = self.spec.outer
-        for name in self.anchor:  # one at a time, so that what is offloaded needs little room on the device
+        for name in average.covers():  # one at a time: what is offloaded needs little room on the device
             with borrowed(self.device, self.anchor[name], self.momentum[name]) as (theta, v):
                 nesterov_(
                     {name: theta}, {name: v}, average.only(name),
@@ -231,17 +194,28 @@ class OuterState:
         self.t, self.members = t, members
 
     @contextlib.contextmanager
-    def restart_(self, parameters: Parameters, keep: float, *, carry: bool = False) -> Iterator[None]:
+    def restart_(
+        self,
+        parameters: Parameters,
+        keep: float,
+        *,
+        carry: bool = False,
+        blend: bool = False,
+        covers: Covers | None = None,
+    ) -> Iterator[None]:
         """Within it the anchor may move, by any number of steps; theta_i goes on from where it then is.
 
         It keeps `keep` of its fresh movement, not counted yet: theta_i <- anchor - keep fresh. carry: the
-        rest is undelivered instead of given up. Until the end theta_i holds -fresh, so nobody may read it.
+        rest is undelivered instead of given up. blend: theta_i <- keep theta_i + (1 - keep) anchor instead,
+        and all that is between them is fresh. covers: what moves, None for everything.
+        Until the end theta_i holds -fresh, so nobody may read it.
         """
-        self._set_aside_(parameters)
+        covers = dict.fromkeys(self.anchor) if covers is None else covers
+        self._set_aside_(parameters, covers, keep if blend else None)
         try:
             yield
         finally:
-            self._go_on_(parameters, keep, carry=carry)
+            self._go_on_(parameters, covers, keep, carry=carry, blend=blend)
 
     def shown(self, parameters: Parameters) -> contextlib.AbstractContextManager[None]:
         """Within it theta_i is the anchor, which must not move meanwhile."""
@@ -253,6 +227,9 @@ class OuterState:
         for name, theta_i in parameters.items():
             theta_i.copy_(self.anchor[name])
             self.counted[name].zero_()
+            if self.keeps_undelivered:
+                theta_i.sub_(self.residual[name])
+                self.counted[name].copy_(self.undelivered[name])
 
     @torch.no_grad()
     def replace(self, part: str, tensors: Parameters) -> None:
@@ -295,21 +272,29 @@ class OuterState:
         return [*(_SIGNS @ folded).tolist(), norm]
 
     @torch.no_grad()
-    def _set_aside_(self, parameters: Parameters) -> None:
-        for name, anchor in self.anchor.items():
-            read = anchor, self.counted[name]
-            for theta, a, counted in slices(self.device, _SLICE, (parameters[name],), read):
-                theta.sub_(a - counted)
+    def _set_aside_(self, parameters: Parameters, covers: Covers, blend: float | None) -> None:
+        for name, places in covers.items():
+            read = self.anchor[name], self.counted[name]
+            for theta, a, counted in picked(self.device, _SLICE, places, (parameters[name],), read):
+                if blend is None:
+                    theta.sub_(a - counted)
+                else:
+                    theta.mul_(blend)
 
     @torch.no_grad()
-    def _go_on_(self, parameters: Parameters, keep: float, *, carry: bool) -> None:
-        carried_sq = 0.0
-        for name, anchor in self.anchor.items():
+    def _go_on_(
+        self, parameters: Parameters, covers: Covers, keep: float, *, carry: bool, blend: bool
+    ) -> None:
+        carried_sq, in_theta = 0.0, self.spec.compression.feedback == "parameters"
+        for name, places in covers.items():
+            anchor = self.anchor[name]
             written = parameters[name], self.counted[name], self.undelivered[name]
             square = torch.zeros((), dtype=torch.float64, device=self.device)
-            for theta, counted, undelivered, a in slices(self.device, _SLICE, written, (anchor,)):
+            for theta, counted, undelivered, a in picked(self.device, _SLICE, places, written, (anchor,)):
                 counted.zero_()
-                if carry:
+                if blend:
+                    theta.add_(a, alpha=1.0 - keep)
+                elif carry:
                     rest = (keep - 1.0) * theta
                     square += _square(rest)
                     delta = undelivered + rest
@@ -317,6 +302,9 @@ class OuterState:
                     theta.mul_(keep).add_(a).sub_(delta.sub_(undelivered))
                 else:
                     theta.mul_(keep).add_(a)
+                if in_theta:
+                    theta.sub_(undelivered)
+                    counted.copy_(undelivered)
             carried_sq += square.item()
         self._carried += carried_sq**0.5
 

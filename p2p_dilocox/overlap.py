@@ -2,6 +2,7 @@
 
 none      at once; the clusters wait for the round (DiLoCo)
 arrival   at the inner step after it arrives, at the next boundary at the latest
+delay     after so many inner steps (tau); the clusters wait for it there (Streaming DiLoCo)
 boundary  at the next boundary, always one outer step behind
 paper     as boundary, and local movement is given up: DiLoCoX, Algorithm 2 to the letter
 """
@@ -14,6 +15,7 @@ __all__ = ["Overlap"]
 class Overlap(Enum):
     NONE = "none"
     ARRIVAL = "arrival"
+    DELAY = "delay"
     BOUNDARY = "boundary"
     PAPER = "paper"
 
@@ -21,10 +23,15 @@ class Overlap(Enum):
     def waits_at_start(self) -> bool:
         return self is Overlap.NONE
 
+    def lands(self, arrived: bool, h: int, delay: int) -> bool:
+        """Whether the round on the wire lands after inner step h of the next outer step."""
+        return (self is Overlap.ARRIVAL and arrived) or (self is Overlap.DELAY and h >= delay)
+
     @property
-    def lands_between(self) -> bool:
-        """Whether a round may land between two inner steps."""
-        return self is Overlap.ARRIVAL
+    def blends(self) -> bool:
+        """theta_i <- keep theta_i + (1 - keep) anchor: all between them is the cluster's movement afterwards,
+        also what this round has delivered. So Streaming DiLoCo has it (its alpha is our keep)."""
+        return self is Overlap.DELAY
 
     @property
     def carries(self) -> bool:
@@ -34,4 +41,4 @@ class Overlap(Enum):
         have had. With `none` nothing moves in flight but what rounding left. In `arrival` the part that
         survives is sent with the next contribution, and (1 - keep) of what moved in flight is given up.
         """
-        return self is not Overlap.ARRIVAL
+        return self not in (Overlap.ARRIVAL, Overlap.DELAY)

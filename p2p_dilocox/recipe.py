@@ -11,24 +11,30 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from p2p_dilocox.settings import Compression, Outer, Overlap
+from p2p_dilocox.settings import Compression, Outer, Overlap, Schedule
 
 __all__ = ["OVERLAP_DEFAULTS", "Recipe", "default_gamma", "recipes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """`about`: one paragraph for a reader who chooses. `source`: where the method was published."""
+    """`about`: one paragraph for a reader who chooses. `source`: where the method was published.
+
+    `inner`: {"H": 1} where the method has no other number of inner steps.
+    """
 
     about: str
     source: str
+    inner: Mapping[str, int]
     outer: Outer
+    schedule: Schedule
     overlap: Overlap
     compression: Compression
 
 
 OVERLAP_DEFAULTS: dict[str, tuple[Overlap, Outer]] = {
     "arrival": (Overlap(mode="arrival", keep=0.5), Outer(lr=0.7, momentum=0.7)),
+    "delay": (Overlap(mode="delay", keep=0.5), Outer(lr=0.7, momentum=0.7)),
     "boundary": (Overlap(mode="boundary", keep=0.5), Outer(lr=0.5, momentum=0.7)),
     "paper": (Overlap(mode="paper"), Outer(lr=0.5, momentum=0.5)),
     "none": (Overlap(), Outer(lr=0.7, momentum=0.7)),
@@ -68,7 +74,9 @@ def _recipe(tables: dict[str, Any]) -> Recipe:
     return Recipe(
         about=" ".join(tables["about"].split()),
         source=tables["source"],
+        inner=tables.get("inner", {}),
         outer=Outer(**tables["outer"]),
+        schedule=Schedule(**tables.get("schedule", {})),
         overlap=Overlap(**tables.get("overlap", {})),
         compression=Compression(**compression),
     )

@@ -27,6 +27,7 @@ from p2p_dilocox.settings import (
     Rule,
     Run,
     RunSpec,
+    Schedule,
     is_finite,
     tokens_per_outer_step,
     total_inner_steps,
@@ -36,7 +37,7 @@ from p2p_dilocox.toml_lines import key_lines
 
 __all__ = [
     "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Run",
-    "RunSpec", "load_run_file", "meaning", "parse_run", "read_run_text", "shipped_runs",
+    "RunSpec", "Schedule", "load_run_file", "meaning", "parse_run", "read_run_text", "shipped_runs",
     "tokens_per_outer_step", "total_inner_steps", "warnings_for",
 ]  # fmt: skip
 
@@ -212,7 +213,13 @@ class _Reader:
         bits = self._given("compression", "bits", recipe.compression.bits)
         if isinstance(bits, int):
             compression["strong_bits"] = max(bits, recipe.compression.strong_bits)
-        return {"outer": asdict(outer), "overlap": asdict(overlap), "compression": compression}
+        return {
+            "inner": dict(recipe.inner),
+            "outer": asdict(outer),
+            "schedule": asdict(recipe.schedule),
+            "overlap": asdict(overlap),
+            "compression": compression,
+        }
 
     def _given(self, table: str, key: str, default: Any) -> Any:
         section = self.tables.get(table)

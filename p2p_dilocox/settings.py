@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 __all__ = [
     "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Rule",
-    "Run", "RunSpec", "is_finite", "tokens_per_outer_step", "total_inner_steps",
+    "Run", "RunSpec", "Schedule", "is_finite", "tokens_per_outer_step", "total_inner_steps",
 ]  # fmt: skip
 
 
@@ -151,15 +151,33 @@ class Outer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """[schedule]: what of the model a round averages. Defaults come from the recipe."""
+
+    fragments: Annotated[int, between(1, 4096), "parts of the model that take turns, one per outer step"] = 1
+    order: Annotated[
+        str, one_of("strided", "sequential"), "a fragment has every n-th layer, or neighbours"
+    ] = "strided"
+    fraction: Annotated[
+        float,
+        Rule("above 0 and at most 1", lambda value: 0 < value <= 1),
+        "part of the parameters that a round draws",
+    ] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
     """[overlap]: communication behind computation. Defaults come from the recipe."""
 
     mode: Annotated[
-        str, one_of("arrival", "boundary", "paper", "none"), "when the average of a round is applied"
+        str,
+        one_of("arrival", "delay", "boundary", "paper", "none"),
+        "when the average of a round is applied",
     ] = "none"
     keep: Annotated[
-        float, between(0, 1), "part of the movement made meanwhile that a cluster keeps (beta)"
+        float, between(0, 1), "part of the movement made meanwhile that a cluster keeps (beta; delay: alpha)"
     ] = 0.0
+    delay: Annotated[int, at_least(1), "inner steps after which an average is applied, with delay"] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +200,9 @@ class Compression:
     ]
     lowrank: Annotated[int, between(0, 65536), "directions kept of each weight matrix (r); 0: all, dense"]
     feedback: Annotated[
-        str, one_of("local", "paper", "none"), "what becomes of the part a message could not say"
+        str,
+        one_of("local", "parameters", "paper", "none"),
+        "what becomes of the part a message could not say",
     ]
     gamma: Annotated[float, between(0, 1), "part of the error buffer added to the next pseudo-gradient"]
 
@@ -219,6 +239,7 @@ class RunSpec:
     data: Data
     inner: Inner
     outer: Outer
+    schedule: Schedule
     overlap: Overlap
     compression: Compression
     deadlines: Deadlines = Deadlines()

@@ -35,6 +35,7 @@ from p2p_dilocox.events import (
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import ErrorAlarm, OuterState, fingerprint
+from p2p_dilocox.outer_step import covered
 from p2p_dilocox.overlap import Overlap
 from p2p_dilocox.pipeline import Pipeline, StepResult
 from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step
@@ -85,7 +86,7 @@ def train(spec: RunSpec, rank: Rank) -> bool:
         while rank.t <= last:  # for outer step t = 1 .. T
             while rank.h < spec.inner.H and rank.t <= last:  #   for inner step h = 1 .. H
                 arrived = inner_step(spec, rank)  #     theta_i <- AdamW(theta_i, grad L(x)), x ~ D_i
-                if arrived and overlap.lands_between:
+                if rank.pending and overlap.lands(arrived, rank.h, spec.overlap.delay):
                     land(spec, rank)
             if rank.pending:
                 land(spec, rank)  #   theta^t <- OuterOpt(theta^{t-1}, Delta^{t-1})
@@ -187,8 +188,8 @@ def contribute(spec: RunSpec, rank: Rank) -> Offer:
     sums = [delta.all, delta.fresh, delta.error or 0.0, *outer.sketch()]
     norm_sq, fresh_sq, error_sq, *sketch = rank.pipeline.sum(sums)
     if not math.isfinite(norm_sq):  # the last inner step left it so, and no loss has shown it yet
-        outer.reset_(theta_i)
         outer.forget_undelivered()
+        outer.reset_(theta_i)
         rank.unsent_tokens, norm_sq = 0, 0.0
         message = f"outer step {rank.t}: the pseudo-gradient is not finite, and is given up"
         rank.report(Warned(rank=rank.index, message=message))
@@ -252,18 +253,25 @@ def land(spec: RunSpec, rank: Rank) -> None:
 
 def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
     """Usually one. Several, if this cluster was left behind; it had its share in at most one of those."""
-    outer, keep, carry = rank.outer, spec.overlap.keep, Overlap(spec.overlap.mode).carries
+    outer, overlap, keep = rank.outer, Overlap(spec.overlap.mode), spec.overlap.keep
+    carry, blend, forgotten = overlap.carries, False, False
     for step in outcome.steps:
         if not offered(step, rank.cluster_id):
             continue
         if step.own is None:  # a round from before a restart of ours, and what it delivered is not known:
             outer.forget_undelivered()  # nothing may count twice
-            keep, carry = 0.0, False
+            keep, carry, forgotten = 0.0, False, True
         else:
             outer.commit(step.average, step.own, late=step.t < outcome.t)
-    with outer.restart_(rank.pipeline.parameters, keep, carry=carry):
+            blend = overlap.blends and step.t == outcome.t
+    if overlap.blends and not blend and not forgotten:
+        keep = 1.0  # what was not delivered waits; what is fresh stays
+    covers = covered([step.average for step in outcome.steps])
+    with outer.restart_(rank.pipeline.parameters, keep, carry=carry, blend=blend, covers=covers):
         for step in outcome.steps:
             outer.step(step.average, step.t, step.members, step.digest)
+    if forgotten:
+        outer.reset_(rank.pipeline.parameters)
 
 
 def offered(step: OuterStep, cluster_id: str) -> bool:
@@ -300,8 +308,13 @@ def after_outer_step(spec: RunSpec, rank: Rank) -> None:
 
 @torch.no_grad()
 def evaluate(spec: RunSpec, rank: Rank) -> float:
-    """Validation loss of the anchor, nats per token."""
-    with rank.outer.shown(rank.pipeline.parameters):
+    """Validation loss of the anchor, nats per token.
+
+    Before the last round of a run that draws a fraction of the parameters, the cluster's own: the values of
+    such an anchor are of many different ages.
+    """
+    mixed = spec.schedule.fraction < 1 and rank.outer.t < spec.run.outer_steps
+    with contextlib.nullcontext() if mixed else rank.outer.shown(rank.pipeline.parameters):
         rank.pipeline.sync_tied_()
         loss = rank.pipeline.evaluate(rank.batches.valid_batches(spec.eval.batches))
     rank.pipeline.sync_tied_()

@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from p2p_dilocox.averaging.coded import stage_layout
+from p2p_dilocox.averaging.coded import StageLayouts
 from p2p_dilocox.averaging.company import CALL_FAILED, Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
 from p2p_dilocox.averaging.joining import Plan, download, make_plan
@@ -141,7 +141,7 @@ def _build(
     dense = span.embedding_names
     offload = config["offload"] and device.type != "cpu"  # on a CPU all is in main memory anyway
     outer = OuterState(spec, pipeline.parameters, dense, genesis(digest), offload=offload)
-    layouts = {s: stage_layout(outer, names[s], dense) for s in held}
+    layouts = {s: StageLayouts(outer, names[s], dense, sum(map(len, cuts))) for s in held}
     lock, progress, codec = threading.Lock(), Progress(lineage=outer.lineage), codec_thread()
     stack.callback(codec.shutdown, wait=False, cancel_futures=True)
 

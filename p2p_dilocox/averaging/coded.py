@@ -24,13 +24,30 @@ from p2p_dilocox.compression import (
 )
 from p2p_dilocox.compression.layout import Phase
 from p2p_dilocox.outer import Average, OuterState
+from p2p_dilocox.selection import selected
 
-__all__ = ["CodedStage", "chunk_ranges", "merged", "stage_layout"]
+__all__ = ["CodedStage", "StageLayouts", "chunk_ranges", "merged"]
 
 
-def stage_layout(outer: OuterState, names: list[str], dense_names: frozenset[str]) -> Layout:
-    shapes = {name: tuple(outer.anchor[name].shape) for name in names}
-    return Layout(shapes, outer.spec.compression, dense_names=dense_names)
+class StageLayouts:
+    """The layouts of one stage: what it averages depends on the outer step, see selection.py."""
+
+    def __init__(
+        self, outer: OuterState, names: list[str], dense_names: frozenset[str], num_layers: int
+    ) -> None:
+        self._spec, self._dense_names, self._num_layers = outer.spec, dense_names, num_layers
+        self._shapes = {name: tuple(outer.anchor[name].shape) for name in names}
+        self._sizes = {name: outer.anchor[name].numel() for name in names}
+        self._whole = Layout(self._shapes, outer.spec.compression, dense_names=dense_names)
+
+    def at(self, t: int) -> Layout:
+        """Of outer step t."""
+        chosen = selected(self._spec, t, self._sizes, self._num_layers)
+        places = {name: values for name, values in chosen.items() if values is not None}
+        if len(chosen) == len(self._sizes) and not places:
+            return self._whole
+        shapes = {name: self._shapes[name] for name in chosen}
+        return Layout(shapes, self._spec.compression, dense_names=self._dense_names, places=places)
 
 
 def chunk_ranges(layout: Layout, phase: Phase, weights: Sequence[float]) -> list[list[Piece]]:
@@ -81,7 +98,8 @@ class CodedStage:
         Needs the P_hat of this round: call `vector_q` or `orthonormalise` first.
         """
         _, dense = self.layout.unpack_p(vector_p)
-        return Average({n: (self._p_hat[n], q) for n, q in self.layout.unpack_q(vector_q).items()}, dense)
+        factors = {n: (self._p_hat[n], q) for n, q in self.layout.unpack_q(vector_q).items()}
+        return Average(factors, dense, self.layout.places)
 
 
 def merged(averages: list[Average]) -> Average:
@@ -90,4 +108,5 @@ def merged(averages: list[Average]) -> Average:
     for average in averages:
         whole.factors.update(average.factors)
         whole.dense.update(average.dense)
+        whole.places.update(average.places)
     return whole

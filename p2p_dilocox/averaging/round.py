@@ -21,7 +21,7 @@ from torch import Tensor
 
 from p2p_dilocox.averaging.butterfly import Averaging
 from p2p_dilocox.averaging.catchup import decode_average, fetch_average, read_result
-from p2p_dilocox.averaging.coded import CodedStage, merged
+from p2p_dilocox.averaging.coded import CodedStage, StageLayouts, merged
 from p2p_dilocox.averaging.company import CALL_FAILED, Progress
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.division import PHASES, Division
@@ -33,7 +33,6 @@ from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.rollcall import Roster, read_call
 from p2p_dilocox.averaging.service import ExchangeKey, Service
-from p2p_dilocox.compression import Layout
 from p2p_dilocox.errors import ClusterError, DriftedError
 from p2p_dilocox.lineage import part_digest, round_digest
 from p2p_dilocox.outer import Average, OuterState
@@ -110,7 +109,7 @@ class Rounds:
         loop: asyncio.AbstractEventLoop,
         service: Service,
         outer: OuterState,
-        layouts: dict[int, Layout],
+        layouts: dict[int, StageLayouts],
         me: str,
         lead: Lead | None,
         lead_peer: str,
@@ -157,7 +156,7 @@ class Rounds:
     async def _run(self, t: int, offer: Offer, deadline: Deadline) -> Outcome:
         started, traffic = time.monotonic(), self.service.traffic
         sent, received = traffic.sent, traffic.received
-        coded = {stage: CodedStage(self._outer, layout) for stage, layout in self.layouts.items()}
+        coded = {stage: CodedStage(self._outer, layouts.at(t)) for stage, layouts in self.layouts.items()}
         vectors = {
             s: asyncio.ensure_future(self._compute(c.vector_p)) for s, c in coded.items()
         }  # while others arrive
@@ -354,8 +353,8 @@ class Rounds:
         if voted and any(round_digest(chunks) != proven.digests[s] for s, chunks in voted.chunks.items()):
             voted = None
         averages, chunks = [], {}
-        for stage, layout in self.layouts.items() if voted is None else ():
-            division = Division(layout, roster, self._outer.spec.compression.gather_up_to)
+        for stage, layouts in self.layouts.items() if voted is None else ():
+            division = Division(layouts.at(roster.t), roster, self._outer.spec.compression.gather_up_to)
             peer = next((r.peer for r in donor if r.first_stage <= stage <= r.last_stage), self._lead_peer)
             chunks[stage] = await fetch_average(self.service, peer, result, stage, division)
             averages.append(

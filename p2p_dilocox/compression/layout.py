@@ -65,7 +65,8 @@ class _Columns:
 class Layout:
     """The phase vectors of one stage.
 
-    shapes: of every tensor, by global parameter name. dense_names: tensors never factored.
+    shapes: of every tensor, by global parameter name. dense_names: tensors never factored. places: of which
+    tensors only some values are averaged, by their places, int64 [k], in the flat tensor; such are dense.
     The vectors are float32, or float64 where a contribution has 64 bits (a lossless run).
     """
 
@@ -75,6 +76,7 @@ class Layout:
         compression: Compression,
         *,
         dense_names: frozenset[str] = frozenset(),
+        places: Mapping[str, Tensor] | None = None,
     ) -> None:
         group, r = compression.group, compression.lowrank
         if group < 8 or group % 8:
@@ -83,10 +85,11 @@ class Layout:
         self.group = group
         self.dtype = torch.float64 if compression.bits == 64 else torch.float32
         self.shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
+        self.places = dict(places or {})
         matrices = {
             name: matrix_shape(shape)
             for name, shape in self.shapes.items()
-            if is_lowrank(name, shape, r, dense_names)
+            if name not in self.places and is_lowrank(name, shape, r, dense_names)
         }
         self._p, p_width = _place({name: m for name, (m, _) in matrices.items()}, r, group)
         self._q, q_width = _place({name: n for name, (_, n) in matrices.items()}, r, group)
@@ -94,7 +97,8 @@ class Layout:
         p_end = r * p_width
         for name, shape in self.shapes.items():
             if name not in matrices:
-                self._dense[name] = slice(p_end, p_end + math.prod(shape))
+                numel = len(self.places[name]) if name in self.places else math.prod(shape)
+                self._dense[name] = slice(p_end, p_end + numel)
                 p_end = self._dense[name].stop
         self._numel: dict[Phase, int] = {"p": p_end, "q": r * q_width}
         strong = math.ceil(r * compression.strong_fraction - 1e-9)  # 30 * 0.1 is 3.0000000000000004
@@ -132,14 +136,23 @@ class Layout:
         for name, place in self._dense.items():
             if tuple(dense[name].shape) != self.shapes[name]:
                 raise ValueError(f"{name} is {list(dense[name].shape)}, expected {list(self.shapes[name])}")
-            vector[place].view(self.shapes[name]).copy_(dense[name])
+            values = dense[name].reshape(-1)
+            chosen = self.places.get(name)
+            vector[place].copy_(values if chosen is None else values[chosen.to(values.device)])
         return vector
 
     def unpack_p(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(P [m, r] by name, dense tensors by name): views of a phase "p" vector, not copies."""
+        """(P [m, r] by name, dense tensors by name): views of a phase "p" vector, not copies.
+
+        Of a tensor with places only the values at these, [k].
+        """
         self._check_vector("p", vector)
         factors = {name: columns.view(vector) for name, columns in self._p.items()}
-        return factors, {name: vector[place].view(self.shapes[name]) for name, place in self._dense.items()}
+        dense = {name: vector[place] for name, place in self._dense.items()}
+        return factors, {
+            name: values if name in self.places else values.view(self.shapes[name])
+            for name, values in dense.items()
+        }
 
     def pack_q(self, factors: Mapping[str, Tensor]) -> Tensor:
         """The vector of phase "q" from Q [n, r] of every low-rank tensor. Errors as in pack_p."""

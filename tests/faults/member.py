@@ -24,7 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from p2p_dilocox.averaging.coded import stage_layout
+from p2p_dilocox.averaging.coded import StageLayouts
 from p2p_dilocox.averaging.company import Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
 from p2p_dilocox.averaging.exchange import Traffic
@@ -121,7 +121,7 @@ class Member:
         self.timeouts = Timeouts(self.spec.deadlines.round_s)
         self.lock = threading.Lock()
         self.codec = codec_thread()
-        self.layouts = {s: stage_layout(self.outer, self.names[s], frozenset()) for s in config.stages}
+        self.layouts = {s: StageLayouts(self.outer, self.names[s], frozenset(), 2) for s in config.stages}
         self.service = Service(
             self.node,
             Gate(self.key, self.spec.run.id, self.node.peer_id, self.spec.run.members),
@@ -214,7 +214,7 @@ class Member:
     def predicted_bytes(self, members: int) -> float:
         """What a rank sends and receives, each, in a round: the coded size times 2 (D - 1) / D in all, or
         (D - 1) times where few send all to all."""
-        coded = [layout.coded_bytes() for layout in self.layouts.values()]
+        coded = [layouts.at(1).coded_bytes() for layouts in self.layouts.values()]
         if members <= self.spec.compression.gather_up_to:
             return float(sum((members - 1) * c.contribution for c in coded))
         return sum((members - 1) / members * (c.contribution + c.average) for c in coded)

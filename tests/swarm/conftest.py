@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2p_dilocox.averaging.coded import stage_layout
+from p2p_dilocox.averaging.coded import StageLayouts
 from p2p_dilocox.averaging.company import Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
 from p2p_dilocox.averaging.lead import Lead
@@ -200,7 +200,7 @@ class SwarmCluster:
         for rank in self.ranks:
             rank.rounds = Rounds(
                 loop=rank.network.loop, service=rank.service, outer=rank.outer,
-                layouts={s: stage_layout(rank.outer, rank.names[s], DENSE) for s in rank.stages},
+                layouts={s: StageLayouts(rank.outer, rank.names[s], DENSE, 2) for s in rank.stages},
                 me=self.id, lead=self.lead if rank is first else None, lead_peer=first.node.peer_id,
                 progress=rank.progress, timeouts=rank.timeouts, weight_cap=WEIGHT_CAP, codec=rank.codec,
             )  # fmt: skip

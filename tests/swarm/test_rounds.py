@@ -123,7 +123,8 @@ def test_bytes_on_the_wire_are_what_the_codec_predicts(swarm: MakeSwarm, bits: i
     clusters = [net.join(), net.join()]
     for cluster in clusters:
         cluster.contribute(1, deltas(1))
-    coded = sum(layout.coded_bytes().contribution for layout in clusters[0].ranks[0].rounds.layouts.values())
+    layouts = clusters[0].ranks[0].rounds.layouts.values()
+    coded = sum(of_stage.at(1).coded_bytes().contribution for of_stage in layouts)
     for cluster in clusters:
         (outcome,) = cluster.land()
         assert coded <= outcome.sent_bytes <= 1.1 * coded  # 2 (D - 1) / D = 1 for two clusters

@@ -185,6 +185,25 @@ def test_two_clusters_end_with_equal_parameters_in_every_overlap(
     ]
 
 
+@pytest.mark.parametrize("recipe", ["overlap-sparta", "streaming"])
+def test_two_clusters_end_with_equal_parameters_under_every_kind_of_schedule(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], recipe: str
+) -> None:
+    net = swarm(
+        run_text(recipe, min_clusters=2, more="[schedule]\nfragments = 2\n" * (recipe == "streaming"))
+    )
+    peers = [join(net, "a"), join(net, "b")]
+    first, second = (p.finish() for p in peers)
+    assert first.parameter_digests == second.parameter_digests
+    for peer in peers:
+        committed = [e for e in peer.events if isinstance(e, RoundCommitted)]
+        assert [e.t for e in committed] == [1, 2, 3, 4]
+        assert all(len(e.members) == 2 and e.included for e in committed)
+        # The last round averages everything.
+        assert max(e.sent_bytes for e in committed[:-1]) < committed[-1].sent_bytes
+    assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in peers)) == []
+
+
 def test_a_late_cluster_downloads_the_state_and_is_in_step_from_then_on(
     swarm: MakeSwarm, join: Callable[[Swarm, str], Peer]
 ) -> None:

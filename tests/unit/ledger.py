@@ -17,13 +17,14 @@ from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.overlap import Overlap
 from p2p_dilocox.pipeline import StepResult
 from p2p_dilocox.runspec import parse_run
+from p2p_dilocox.selection import selected
 from p2p_dilocox.settings import RunSpec
 from p2p_dilocox.trainer import Rank
 from p2p_dilocox.wish import Wish
 
 __all__ = ["ME", "OTHER", "SHAPES", "Ledger", "random_tensors", "spec_of"]
 
-SHAPES = {"a": (6, 4), "b": (5,)}
+SHAPES = {"0.a": (6, 4), "1.b": (5,)}
 TEXT = """
 [run]
 id = "test"
@@ -48,12 +49,15 @@ momentum = 0.0
 nesterov = false
 [overlap]
 mode = "{mode}"
+{overlap}
 [compression]
 bits = {bits}
 return_bits = {bits}
 lowrank = {lowrank}
 feedback = "{feedback}"
 gamma = {gamma}
+[schedule]
+{schedule}
 [checkpoint]
 every = 1000
 [eval]
@@ -62,9 +66,19 @@ every = 1000
 
 
 def spec_of(
-    mode: str = "arrival", feedback: str = "local", gamma: float = 1.0, bits: int = 64, lowrank: int = 0
+    mode: str = "arrival",
+    feedback: str = "local",
+    gamma: float = 1.0,
+    bits: int = 64,
+    lowrank: int = 0,
+    schedule: str = "",
 ) -> RunSpec:
-    text = TEXT.format(mode=mode, feedback=feedback, gamma=gamma, bits=bits, lowrank=lowrank)
+    overlap = "delay = 2" if mode == "delay" else ""
+    overlap += "\nkeep = 0" if (mode, feedback) == ("delay", "parameters") else ""
+    text = TEXT.format(
+        mode=mode, feedback=feedback, gamma=gamma, bits=bits, lowrank=lowrank, schedule=schedule,
+        overlap=overlap,
+    )  # fmt: skip
     return parse_run(text)
 
 
@@ -137,7 +151,7 @@ class Ledger:
             half_ulp = 2.0**-8 if self.spec.compression.bits < 32 else 2.0**-53
             assert (fresh.abs() <= half_ulp * self.outer.residual[name].abs() + 1e-15).all()
         self.weights.append(offer.weight)
-        own = Average(dense={n: r.clone() for n, r in self.outer.residual.items()})
+        own = self._part(t, {n: r.clone() for n, r in self.outer.residual.items()})
         mine = self._step(t, own if offer.weight else self._noise(t), own, [offer.weight, 1.0])
         kinds = ["committed", "dropped", "left behind", "ahead"]
         if self.spec.compression.bits == 64:  # one that is late leaves an error of its own in bf16
@@ -159,29 +173,54 @@ class Ledger:
         self.kinds.add(kind)
         outcome, polls = Outcome(t, steps), self.dice.randrange(6)
         countdown = iter(range(polls, -1, -1))
-        return SimpleNamespace(ready=lambda: next(countdown, 0) == 0, wait=lambda _give_up: outcome)
+        return SimpleNamespace(
+            ready=lambda: next(countdown, 0) == 0, wait=lambda _give_up: self._wait(outcome)
+        )
+
+    def _wait(self, outcome: Outcome) -> Outcome:
+        self.before = {n: p.clone() for n, p in self.theta_i.items()}
+        return outcome
+
+    def _part(self, t: int, tensors: dict[str, Tensor]) -> Average:
+        """What the round of outer step t averages of these."""
+        chosen = selected(self.spec, t, {n: v.numel() for n, v in tensors.items()}, 2)
+        places = {n: p for n, p in chosen.items() if p is not None}
+        dense = {n: tensors[n] if p is None else tensors[n].view(-1)[p] for n, p in chosen.items()}
+        return Average(dense=dense, places=places)
 
     def _step(self, t: int, average: Average, own: Average | None, weights: list[float]) -> OuterStep:
         return OuterStep(t, [ME, OTHER] if own else [OTHER], weights, "", "", {0: ""}, average, own)
 
     def _noise(self, t: int) -> Average:
-        return Average(dense={n: v.double() for n, v in random_tensors(t, 0.01).items()})
+        return self._part(t, {n: v.double() for n, v in random_tensors(t, 0.01).items()})
 
     def _foreign(self, t: int) -> OuterStep:
         return self._step(t, self._noise(t), None, [])
 
     def _landed(self, outcome: Outcome, _lineage: str) -> None:
+        covers = {n: torch.zeros_like(p, dtype=torch.bool) for n, p in self.theta_i.items()}
+        blended, keep = False, self.spec.overlap.keep
         for step in outcome.steps:
             ours = step.own is not None and step.weights[0] > 0
-            for name, value in step.average.dense.items():
-                (self.delivered if ours else self.foreign)[name].add_(value)
-        if outcome.steps:
-            for name, fresh in self.fresh.items():
-                if self.overlap is Overlap.ARRIVAL:
-                    self.given_up[name] += (1 - self.spec.overlap.keep) * fresh
-                    fresh.mul_(self.spec.overlap.keep)  # sent with the next contribution
-                else:
-                    fresh.copy_(self._unsent(name))
+            step.average.add_to_(self.delivered if ours else self.foreign, 1.0)
+            blended |= ours and step.t == outcome.t and self.overlap is Overlap.DELAY
+            for name, places in step.average.covers().items():
+                covers[name].view(-1)[slice(None) if places is None else places] = True
+        for name, on in covers.items():
+            fresh, theta_i = self.fresh[name], self.theta_i[name]
+            # Nothing moves outside of what was averaged.
+            assert torch.equal(theta_i[~on], self.before[name][~on])
+            if self.overlap is Overlap.ARRIVAL:
+                self.given_up[name][on] += (1 - keep) * fresh[on]
+                fresh[on] *= keep  # sent with the next contribution
+            elif blended:
+                if not self.outer.keeps_undelivered:
+                    mixed = keep * self.before[name] + (1 - keep) * self.outer.anchor[name]
+                    torch.testing.assert_close(theta_i[on], mixed[on], rtol=0, atol=1e-12)
+                self.given_up[name][on] += (fresh - self._unsent(name))[on]
+                fresh[on] = self._unsent(name)[on]
+            else:
+                fresh.copy_(self._unsent(name))
 
     def _unsent(self, name: str) -> Tensor:
         return self.outer.anchor[name] - self.outer.counted[name] - self.theta_i[name]

@@ -25,6 +25,7 @@ from p2p_dilocox.runspec import (
     Overlap,
     Run,
     RunSpec,
+    Schedule,
 )
 
 CPU = torch.device("cpu")
@@ -72,6 +73,7 @@ def spec_of(model: str, stages: int, schedule: str = "1f1b", microbatches: int =
             H=1, batch_size=BATCH, microbatches=microbatches, schedule=schedule, lr=LR, clip_norm=CLIP_NORM
         ),
         outer=Outer(lr=0.7, momentum=0.7),
+        schedule=Schedule(),
         overlap=Overlap(mode="none", keep=0.0),
         compression=Compression(
             bits=32,

@@ -24,6 +24,7 @@ WORDS = {
     "overlap",
     "recipe",
     "runspec",
+    "selection",
     "settings",
     "suggest",
     "tokenizer",
@@ -38,18 +39,19 @@ ARROWS = {
     "pipeline": set[str](),
     "inner": set[str](),
     "offload": set[str](),
-    "outer": {"compression", "offload"},
+    "outer_step": set[str](),
+    "outer": {"compression", "offload", "outer_step"},
     "averaging": {"compression", "outer", "swarm"},
     "history": {"averaging", "line_file"},
     "invariants": {"averaging"},
-    "trainer": {"averaging", "data", "history", "inner", "outer", "pipeline"},
+    "trainer": {"averaging", "data", "history", "inner", "outer", "outer_step", "pipeline"},
     # It reads a whole Rank; the trainer knows it only as a function to call.
     "checkpoint": {"outer", "pipeline", "trainer"},
     "bootstrap": {"ports", "program", "sinks", "state_dir", "swarm"},
 }
 APPS = {"peers", "bootstrap"}
 # Pure arithmetic: tensors and the standard library, no sockets, no files of ours, no Hugging Face.
-PURE = {"compression", "offload", "outer", "overlap"}
+PURE = {"compression", "offload", "outer", "outer_step", "overlap", "selection"}
 PURE_MAY_IMPORT = {"numpy", "torch"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "tools"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Factory", "Mixin")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2p_dilocox.averaging.coded import CodedStage, chunk_ranges, stage_layout
+from p2p_dilocox.averaging.coded import CodedStage, StageLayouts, chunk_ranges
 from p2p_dilocox.compression import Layout, Phase, pack_chunk, unpack_chunk
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.recipe import recipes
@@ -66,7 +66,7 @@ def averaged(layout: Layout, phase: Phase, vectors: list[Tensor], shares: list[f
 def rounds(compression: Compression, count: int, shares: list[float]) -> tuple[Average, int]:
     """The average after `count` rounds of the same pseudo-gradients, and the bytes of a contribution."""
     outers = states(compression, pseudo_gradients())
-    layout = stage_layout(outers[0], list(SHAPES), EMBEDDINGS)
+    layout = StageLayouts(outers[0], list(SHAPES), EMBEDDINGS, 1).at(1)
     average = Average()
     for t in range(count):
         stages = [CodedStage(outer, layout) for outer in outers]

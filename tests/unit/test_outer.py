@@ -61,6 +61,19 @@ def test_every_movement_is_delivered_exactly_once_over_random_drops(mode: str, b
     assert all(torch.isfinite(p).all() for p in ledger.theta_i.values())
 
 
+@pytest.mark.parametrize("mode", [m.value for m in Overlap])
+@pytest.mark.parametrize("schedule", ["", "fraction = 0.3", "fragments = 2", "fragments = 3"])
+@pytest.mark.parametrize("feedback", ["parameters", "none"])
+def test_rounds_that_average_a_part_deliver_every_movement_once_and_leave_the_rest_alone(
+    mode: str, schedule: str, feedback: str
+) -> None:
+    """The last round, of everything, is as likely to be dropped as any."""
+    for seed, bits in enumerate((64, 4)):
+        ledger = Ledger(spec_of(mode, feedback, bits=bits, schedule=schedule), seed)
+        assert train(ledger.spec, ledger.rank)
+        ledger.check()
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 def test_local_feedback_keeps_exactly_what_the_others_could_not_decode(gamma: float) -> None:
     outer = OuterState(spec_of(gamma=gamma), random_tensors(0), frozenset(), "")
@@ -168,7 +181,7 @@ def test_what_is_not_finite_is_never_offered(mode: str) -> None:
         def _move(self, number: int) -> float:
             super()._move(number)
             if number == 11:  # the last one of outer step 3
-                self.theta_i["a"][2, 3] = math.inf
+                self.theta_i["0.a"][2, 3] = math.inf
             return 0.0
 
         def _start(self, t: int, offer: Offer) -> Any:

@@ -181,12 +181,15 @@ def test_the_page_of_exit_codes_has_every_error_with_its_code() -> None:
 
 
 def test_the_page_of_recipes_has_the_settings_of_every_recipe() -> None:
-    written = {row[0]: row[1:] for row in rows("docs/recipes.md") if len(row) == 8}
+    written = {row[0]: row[1:] for row in rows("docs/recipes.md") if len(row) == 9}
     for name, recipe in recipes().items():
         c, outer = recipe.compression, recipe.outer
         kind = "Nesterov" if outer.nesterov else "SGD"
+        schedule, delay = recipe.schedule, f", {recipe.overlap.delay}" * (recipe.overlap.mode == "delay")
+        part = f"1 of {schedule.fragments} fragments" if schedule.fragments > 1 else "everything"
         assert written.pop(name) == [
-            recipe.overlap.mode,
+            f"{schedule.fraction:g} of the values" if schedule.fraction < 1 else part,
+            recipe.overlap.mode + delay,
             f"{recipe.overlap.keep:g}",
             f"{kind}, lr {outer.lr:g}, momentum {outer.momentum:g}",
             str(c.lowrank or "all"),

@@ -29,14 +29,27 @@ def test_dense_differs_from_dilocox_by_the_low_rank_and_its_damping_only() -> No
         ("dilocox-paper", Outer(lr=0.5, momentum=0.5), "paper", 4),
         ("diloco", Outer(lr=0.7, momentum=0.9), "none", 32),
         ("opendiloco", Outer(lr=0.7, momentum=0.9), "none", 16),
+        ("sparta", Outer(lr=1.0, momentum=0.0, nesterov=False), "none", 32),
+        ("overlap-sparta", Outer(lr=1.0, momentum=0.0, nesterov=False), "delay", 32),
+        ("streaming", Outer(lr=0.4, momentum=0.9), "delay", 4),
         ("fedavg", Outer(lr=1.0, momentum=0.0, nesterov=False), "none", 32),
     ],
 )
 def test_recipes_are_those_of_their_papers(name: str, outer: Outer, mode: str, bits: int) -> None:
     recipe = recipes()[name]
     assert (recipe.outer, recipe.overlap.mode, recipe.compression.bits) == (outer, mode, bits)
-    assert recipe.source.startswith("arXiv:")
+    assert recipe.source.startswith(("arXiv:", "EXO gym"))
     assert len(recipe.about) > 80
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_is_a_valid_run_without_another_word(name: str) -> None:
+    text = spec_text("", name).replace("H = 1\n", "" if recipes()[name].inner else "H = 1\n")
+    spec = parse_run(text)
+    assert (spec.outer, spec.schedule, spec.overlap) == (
+        recipes()[name].outer, recipes()[name].schedule, recipes()[name].overlap,
+    )  # fmt: skip
+    assert spec.inner.H == 1
 
 
 def test_every_recipe_uses_the_gamma_that_its_feedback_and_rank_call_for() -> None:
@@ -56,7 +69,7 @@ def test_error_feedback_is_damped_behind_a_low_rank_only() -> None:
 
 def test_overlap_defaults_are_keyed_by_their_own_mode() -> None:
     assert {mode: overlap.mode for mode, (overlap, _) in OVERLAP_DEFAULTS.items()} == {
-        mode: mode for mode in ("arrival", "boundary", "paper", "none")
+        mode: mode for mode in ("arrival", "delay", "boundary", "paper", "none")
     }
 
 

@@ -204,7 +204,7 @@ ONE_KEY = [
         "lr = 1e-3",
         'lr = 1e-3\n[overlap]\nmode = "late"',
         27,
-        'mode = "late", must be one of arrival, boundary, paper, none',
+        'mode = "late", must be one of arrival, delay, boundary, paper, none',
     ),
     ("lr = 1e-3", "lr = 1e-3\n[overlap]\nkeep = 1.5", 27, "keep = 1.5, must be between 0 and 1"),
     (
@@ -232,7 +232,7 @@ ONE_KEY = [
         "lr = 1e-3",
         'lr = 1e-3\n[compression]\nfeedback = "ef21"',
         27,
-        'feedback = "ef21", must be one of local, paper, none',
+        'feedback = "ef21", must be one of local, parameters, paper, none',
     ),
     ("lr = 1e-3", "lr = 1e-3\n[deadlines]\nround_s = 0", 27, "round_s = 0, must be between 0.1 and 86400"),
     ("lr = 1e-3", "lr = 1e-3\n[checkpoint]\nevery = 0", 27, "every = 0, must be at least 1"),
