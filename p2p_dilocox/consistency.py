@@ -7,7 +7,7 @@ from pathlib import Path
 from p2p_dilocox.errors import DataError, ModelError
 from p2p_dilocox.model_config import count_of, load_model_config
 from p2p_dilocox.settings import RunSpec, total_inner_steps
-from p2p_dilocox.tokenizer import EMBEDDED_TOKENIZER, vocabulary_size
+from p2p_dilocox.tokenizer import EMBEDDED_TOKENIZER, end_of_text_id, vocabulary_size
 
 __all__ = ["RULES", "Finding", "warnings_for"]
 
@@ -93,6 +93,22 @@ def _source(spec: RunSpec) -> Iterator[Finding]:
         yield f"data.{key}", f'must be left out with data.source = "{data.source}"'
 
 
+def _packing(spec: RunSpec) -> Iterator[Finding]:
+    """A tokenizer that is not on this machine is left to warnings_for."""
+    try:
+        nothing_ends = spec.data.packing != "stream" and end_of_text_id(spec.data.tokenizer) is None
+    except DataError:
+        return
+    if nothing_ends:
+        yield (
+            "data.packing",
+            'must be "stream" with a tokenizer that has no end-of-text token (eos_token in '
+            "tokenizer_config.json): nothing tells documents apart",
+        )
+    if spec.data.packing != "stream" and spec.data.seq_len < 2:
+        yield "data.seq_len", f'must be at least 2 with data.packing = "{spec.data.packing}"'
+
+
 def _one_model(spec: RunSpec) -> Iterator[Finding]:
     if spec.model.config and spec.model.path:
         yield "model.path", "must be left out if there is a [model.config]"
@@ -162,6 +178,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...
     ),
     (("compression.bits", "compression.strong_bits"), _strong_bits),
     (("data.source", "data.paths", "data.name", "data.subset"), _source),
+    (("data.packing", "data.tokenizer", "data.seq_len"), _packing),
     (("model.config", "model.path"), _one_model),
     (("model.config", "model.path", "model.stages", "model.cut", "data.seq_len", "data.tokenizer"), _model),
 )

@@ -88,7 +88,9 @@ class Model:
     path: Annotated[str, printable, "directory with a config.json, on every cluster"] = ""
     stages: Annotated[int, between(1, 4096), "contiguous slices of layers, the same for all clusters"] = 1
     cut: Annotated[
-        tuple[int, ...], all_values(at_least(1)), "layers of each stage; empty: balanced by parameters"
+        tuple[int, ...],
+        all_values(at_least(1)),
+        "layers of each stage; empty: balanced by parameters and compute",
     ] = ()
 
 
@@ -109,6 +111,12 @@ class Data:
     ] = "text"
     tokenizer: Annotated[str, printable, "embedded, or a directory with a tokenizer.json"] = "embedded"
     seq_len: Annotated[int, at_least(1), "tokens of one sequence"] = 128
+    packing: Annotated[
+        str,
+        one_of("stream", "documents", "padded"),
+        "stream: windows of the text; documents: the same, and each token sees its own document only; "
+        "padded: one document, or a piece of it, per sequence",
+    ] = "stream"
     valid_fraction: Annotated[
         float, Rule("above 0 and at most 0.5", lambda value: 0 < value <= 0.5), "part held out for validation"
     ] = 0.05
@@ -136,6 +144,9 @@ class Inner:
     lr_schedule: Annotated[str, one_of("cosine", "constant"), "learning rate after the warm-up"] = "cosine"
     final_lr_fraction: Annotated[float, between(0, 1), "last learning rate of cosine, of the peak"] = 0.1
     clip_norm: Annotated[float, above(0), "largest norm of the whole model's gradient"] = 1.0
+    checkpointing: Annotated[
+        bool, "keep only the input of each layer, and compute it again for the gradient: less memory"
+    ] = False
     precision: Annotated[
         str, one_of("auto", "fp32", "bf16"), "of forward and backward; auto: bf16 on CUDA, fp32 on CPU"
     ] = "auto"

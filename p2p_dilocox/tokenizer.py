@@ -6,7 +6,7 @@ from pathlib import Path
 
 from p2p_dilocox.errors import DataError
 
-__all__ = ["EMBEDDED_TOKENIZER", "end_of_text_id", "tokenizer_dir", "vocabulary_size"]
+__all__ = ["EMBEDDED_TOKENIZER", "end_of_document", "end_of_text_id", "tokenizer_dir", "vocabulary_size"]
 
 EMBEDDED_TOKENIZER = "embedded"
 
@@ -61,3 +61,14 @@ def end_of_text_id(name: str) -> int | None:
         raise DataError(
             f"{config_file}: its eos_token cannot be found in tokenizer.json ({error!r})"
         ) from error
+
+
+def end_of_document(name: str) -> int:
+    """`end_of_text_id`, where documents must be told apart. Raises DataError if there is no such token."""
+    end = end_of_text_id(name)
+    if end is None:
+        raise DataError(
+            f"data.tokenizer = {json.dumps(name)} has no end-of-text token, which tells documents apart. "
+            'Name its eos_token in tokenizer_config.json, or set data.packing = "stream"'
+        )
+    return end

@@ -30,7 +30,9 @@ def model_tensors(spec: RunSpec) -> ModelTensors:
     """Names and shapes per stage; nothing is allocated."""
     config = config_from_spec(spec.model)
     cuts = cut_layers(config, spec.model.stages, spec.model.cut)
-    span = build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=torch.device("meta"))
+    documents = spec.data.packing == "documents"
+    meta = torch.device("meta")
+    span = build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=meta, documents=documents)
     shapes = {
         stage: {name: tuple(p.shape) for name, p in parameters.items()}
         for stage, parameters in span.stage_parameters.items()

@@ -118,7 +118,7 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
     started = time.monotonic()
     t, h = rank.t, rank.h
     tokens = rank.batches.batch(t, h)
-    rank.pipeline.forward_backward(tokens)
+    rank.pipeline.forward_backward(tokens, f"{spec.run.seed}/{rank.cluster_id}/{t}/{h}")
     arrived = rank.pending is not None and rank.pending.ready()
     astray = bool(rank.progress.astray)  # only the lead, rank 0, looks at other clusters' histories
     duplicate = bool(rank.progress.duplicate)
@@ -127,7 +127,7 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
     rank.h = rank.progress.h = h + 1
     if math.isfinite(step.loss) and math.isfinite(step.grad_norm):
         lr = rank.inner.step((t - 1) * spec.inner.H + h)
-        num_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
+        num_tokens = int((tokens[:, 1:] >= 0).sum())  # the rest is padding
         seconds = time.monotonic() - started
         rank.unsent_tokens += num_tokens
         progress = rank.progress

@@ -130,7 +130,10 @@ def _build(
     model_config = config_from_spec(spec.model)
     cuts = cut_layers(model_config, spec.model.stages, spec.model.cut)
     held = stages_of_rank(spec.model.stages, num_ranks, index)
-    span = build_span(model_config, held[0], held[-1], cuts, seed=spec.run.seed, device=device)
+    documents = spec.data.packing == "documents"
+    span = build_span(
+        model_config, held[0], held[-1], cuts, seed=spec.run.seed, device=device, documents=documents
+    )
     pipeline = Pipeline(spec, span, index, num_ranks, device)
     if index == 0:
         load_tokens(spec, state / "tokens")  # encodes the text; the other ranks find it in the cache

@@ -13,8 +13,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from p2p_dilocox.errors import SpecError
+from p2p_dilocox.model_config import draws_random_numbers
 from p2p_dilocox.pipeline.init import fill_
-from p2p_dilocox.pipeline.skeleton import Skeleton, parent_of, read_skeleton
+from p2p_dilocox.pipeline.skeleton import Skeleton, documents_apart, parent_of, read_skeleton
 from p2p_dilocox.pipeline.span import Entry, PassThrough, Span, SpanModule, Zero
 
 __all__ = ["build_span", "cut_layers", "stages_of_rank"]
@@ -23,47 +24,58 @@ __all__ = ["build_span", "cut_layers", "stages_of_rank"]
 def cut_layers(config: PretrainedConfig, stages: int, cut: Sequence[int] = ()) -> list[range]:
     """The layers of each stage. SpecError for numbers that do not fit, ModelError for an unsupported model.
 
-    cut: layers of each stage; empty: the largest stage, counted in parameters with embeddings and head, is as
-    small as it can be, and the others are as even as that allows.
+    cut: layers of each stage; empty: balanced. A stage's share is that of the model's parameters or that of
+    its compute, whichever is more. The largest share is as small as it can be, the others are as even as that
+    allows. Embeddings, norm and head count with the first and the last layer.
     """
-    costs = read_skeleton(config).costs()
-    if not 1 <= stages <= len(costs):
+    skeleton = read_skeleton(config)
+    sizes, work = skeleton.sizes(), skeleton.work()
+    if not 1 <= stages <= len(sizes):
         raise SpecError(
-            f"model.stages = {stages}, must be between 1 and {len(costs)}, the layers of this model: a stage "
+            f"model.stages = {stages}, must be between 1 and {len(sizes)}, the layers of this model: a stage "
             "holds at least one layer"
         )
-    if cut and (len(cut) != stages or sum(cut) != len(costs) or min(cut) < 1):
+    if cut and (len(cut) != stages or sum(cut) != len(sizes) or min(cut) < 1):
         raise SpecError(
             f"model.cut = {list(cut)}, must be {stages} numbers (model.stages) of at least 1 that add up to "
-            f"{len(costs)}, the layers of this model. Without model.cut the stages are balanced by parameters"
+            f"{len(sizes)}, the layers of this model. Without model.cut the stages are balanced"
         )
-    borders = [0, *itertools.accumulate(cut)] if cut else _balanced_borders(costs, stages)
+    borders = [0, *itertools.accumulate(cut)] if cut else _balanced_borders(sizes, work, stages)
     return [range(start, stop) for start, stop in itertools.pairwise(borders)]
 
 
-def _balanced_borders(costs: list[int], parts: int) -> list[int]:
-    """Borders of `parts` runs of costs: the largest sum is minimal; then the sum of squares is."""
-    total = [0, *itertools.accumulate(costs)]
-    # smallest[k][n]: the best largest sum of the first n costs in k parts
-    smallest = [[0] + [total[-1] + 1] * len(costs)]
+def _balanced_borders(sizes: list[int], work: list[int], parts: int) -> list[int]:
+    """Borders of `parts` runs of layers: the largest share is minimal; then the sum of squared shares is.
+
+    Shares are whole numbers, so that every machine finds the same borders.
+    """
+    num, all_size, all_work = len(sizes), sum(sizes), max(1, sum(work))
+    size_to, work_to = ([0, *itertools.accumulate(costs)] for costs in (sizes, work))
+
+    def share(m: int, n: int) -> int:
+        return max((size_to[n] - size_to[m]) * all_work, (work_to[n] - work_to[m]) * all_size)
+
+    worst = share(0, num) + 1
+    # smallest[k][n]: the best largest share of the first n layers in k parts
+    smallest = [[0] + [worst] * num]
     for k in range(1, parts + 1):
-        row = [total[-1] + 1] * (len(costs) + 1)
-        for n in range(k, len(costs) + 1):
-            row[n] = min(max(smallest[-1][m], total[n] - total[m]) for m in range(k - 1, n))
+        row = [worst] * (num + 1)
+        for n in range(k, num + 1):
+            row[n] = min(max(smallest[-1][m], share(m, n)) for m in range(k - 1, n))
         smallest.append(row)
-    limit = smallest[parts][len(costs)]
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}  # of the first n costs: sum of squares, borders
+    limit = smallest[parts][num]
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}  # of the first n layers: sum of squares, borders
     for _ in range(parts):
         step: dict[int, tuple[int, list[int]]] = {}
         for m, (squares, borders) in best.items():
-            for n in range(m + 1, len(costs) + 1):
-                if (size := total[n] - total[m]) > limit:
+            for n in range(m + 1, num + 1):
+                if (here := share(m, n)) > limit:
                     break
-                candidate = (squares + size * size, [*borders, n])
+                candidate = (squares + here * here, [*borders, n])
                 if n not in step or candidate < step[n]:
                     step[n] = candidate
         best = step
-    return best[len(costs)][1]
+    return best[num][1]
 
 
 def stages_of_rank(stages: int, num_ranks: int, rank: int) -> range:
@@ -86,13 +98,15 @@ def build_span(
     *,
     seed: int,
     device: torch.device,
+    documents: bool = False,
 ) -> Span:
     """Stages first_stage to last_stage (included) with their initial parameters, float32 on `device`.
 
-    cuts: what `cut_layers` returned. The whole model exists on
-    the meta device only. Raises ModelError, SpecError.
+    cuts: what `cut_layers` returned. documents: the documents of a sequence will be kept apart. The whole
+    model exists on the meta device only. Raises ModelError, SpecError.
     """
     skeleton = read_skeleton(config)
+    documents_by = documents_apart(skeleton) if documents else ""
     num_parameters, embedding_names = skeleton.num_parameters, skeleton.embedding_names()
     layers = skeleton.layer_list()
     if not 0 <= first_stage <= last_stage < len(cuts) or cuts[-1].stop != len(layers):
@@ -104,13 +118,15 @@ def build_span(
     is_first, is_last = stages.start == 0, stages.stop == len(cuts)
     source = None
     model = skeleton.model
+    # Hugging Face's choice, grouped_mm, knows no autocast: experts would compute in float32.
+    model.set_experts_implementation("eager")
     copy_name, owner_name = skeleton.tied or ("", "")
     if skeleton.tied:
         source = model.get_submodule(parent_of(owner_name))
         _set_parameter(model, copy_name, None)
-    entry = _drop_other_stages(
-        skeleton, range(cuts[first_stage].start, cuts[last_stage].stop), is_first, is_last
-    )
+    here = range(cuts[first_stage].start, cuts[last_stage].stop)
+    own_layers = {f"{skeleton.layers}.{index}": layers[index] for index in here}
+    entry = _drop_other_stages(skeleton, here, is_first, is_last)
 
     fill_(model, "", model, seed=seed, device=device)
     tied_copy = None
@@ -121,7 +137,14 @@ def build_span(
         _set_parameter(model, copy_name, shared)
         tied_copy = None if is_first else shared
     return Span(
-        module=SpanModule(model, entry, is_last),
+        module=SpanModule(
+            model,
+            own_layers,
+            entry,
+            is_last,
+            draws=draws_random_numbers(config),
+            documents=documents_by,
+        ),
         stage_parameters=_by_stage(skeleton, cuts, stages, tied_copy),
         stages=stages,
         num_stages=len(cuts),

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from p2p_dilocox.errors import ModelError
 
-__all__ = ["fill_"]
+__all__ = ["fill_", "stream_of"]
 
 _GENERATOR = threading.Lock()  # Hugging Face classes draw from torch's global one, which all threads share
 
@@ -55,7 +55,7 @@ def _fill(module: nn.Module, name: str, owner: PreTrainedModel, seed: int, devic
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
-    torch.default_generator.manual_seed(_stream(seed, name))
+    torch.default_generator.manual_seed(stream_of(f"{seed}:{name}"))
     owner._init_weights(module)
 
 
@@ -70,6 +70,7 @@ def _settle(module: nn.Module, device: torch.device) -> None:
                 part._buffers[key] = buffer.to(device)
 
 
-def _stream(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+def stream_of(name: str) -> int:
+    """The seed of the random stream that has this name."""
+    digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # torch takes seeds below 2^63

@@ -6,18 +6,20 @@ stage, modules called after the last layer to the last stage. A model in which m
 travels from layer to layer cannot be cut this way and is refused.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from p2p_dilocox.errors import ModelError
 
-__all__ = ["Skeleton", "parent_of", "read_skeleton"]
+__all__ = ["Skeleton", "documents_apart", "parent_of", "read_skeleton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +43,32 @@ class Skeleton:
         """Of the whole model; a tied tensor counts once."""
         return sum(p.numel() for p in self.model.parameters())
 
-    def costs(self) -> list[int]:
+    def sizes(self) -> list[int]:
         """Parameters that each layer brings to a rank; the first
         has embeddings on top, the last norm and head.
 
         A tied tensor counts at both ends: the last stage holds and computes with a copy of it.
         """
-        costs = [sum(p.numel() for p in layer.parameters()) for layer in self.layer_list()]
-        costs[0] += sum(self._own_size(name) for name in self.before)
-        costs[-1] += sum(self._own_size(name) for name in self.after)
-        return costs
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in self.layer_list()]
+        sizes[0] += sum(self._own_size(name) for name in self.before)
+        sizes[-1] += sum(self._own_size(name) for name in self.after)
+        return sizes
+
+    def work(self) -> list[int]:
+        """Multiplications with parameters per token that each layer brings to a rank, norms left out. An
+        embedding looks up, and of a mixture only the experts of a token compute; the head does count."""
+        work = [sum(self._work_of(p) for p in layer.parameters()) for layer in self.layer_list()]
+        for names, layer in ((self.before, 0), (self.after, -1)):
+            for module in map(self.model.get_submodule, names):
+                if not isinstance(module, nn.Embedding):
+                    work[layer] += sum(self._work_of(p) for p in module.parameters(recurse=False))
+        return work
+
+    def _work_of(self, parameter: nn.Parameter) -> int:
+        if parameter.dim() < 3:
+            return parameter.numel() if parameter.dim() == 2 else 0
+        active = getattr(self.model.config, "num_experts_per_tok", None) or len(parameter)
+        return parameter.numel() * min(active, len(parameter)) // len(parameter)
 
     def embedding_names(self) -> frozenset[str]:
         """Parameters of embeddings, learned positions included, and of the output head."""
@@ -93,11 +111,61 @@ def read_skeleton(config: PretrainedConfig) -> Skeleton:
     )
 
 
-def _model_on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    if getattr(config, "is_encoder_decoder", False):
+def documents_apart(skeleton: Skeleton) -> Literal["positions", "mask"]:
+    """What the model must be given so that tokens see their own document only: positions that begin again,
+    which most families read so, or a mask as well. Raises ModelError if it has no such input."""
+    model, positions = skeleton.model, torch.zeros(1, 4, dtype=torch.long, device="meta")
+    kind = model.config.model_type
+    try:
+        with _packing_read():
+            model(input_ids=positions, position_ids=positions, use_cache=False)
+    except _PackingRead:
+        return "positions"
+    except Exception as error:  # any code of a model may fail; a ModelError says how
         raise ModelError(
-            f"{config.model_type} is an encoder-decoder model; only decoder-only models can be cut"
+            f"{kind} cannot keep documents apart: it takes no positions ({_brief(error)}). Set "
+            'data.packing = "stream" or "padded"'
+        ) from error
+    mask, seen = torch.ones(1, 1, 4, 4, dtype=torch.bool, device="meta"), 0
+
+    def look(_layer: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal seen
+        seen += kwargs.get("attention_mask") is mask
+
+    handles = [x.register_forward_pre_hook(look, with_kwargs=True) for x in skeleton.layer_list()]
+    with contextlib.suppress(Exception):
+        model(input_ids=positions, position_ids=positions, attention_mask=mask, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    windows = getattr(model.config, "sliding_window", None)
+    if seen != len(handles) or windows or model.config._attn_implementation != "sdpa":
+        raise ModelError(
+            f"{kind} cannot keep documents apart: its layers take no mask as it is. Set "
+            'data.packing = "stream" or "padded"'
         )
+    return "mask"
+
+
+class _PackingRead(Exception):  # noqa: N818  # a signal
+    """The model is about to take positions that begin again for documents."""
+
+
+@contextlib.contextmanager
+def _packing_read() -> Iterator[None]:
+    """Raises _PackingRead where a model would look at its positions. Without values it could not go on."""
+
+    def read(position_ids: Tensor) -> NoReturn:
+        raise _PackingRead
+
+    real = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = read
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = real
+
+
+def _model_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     failures: list[Exception] = []
     for attention in ("sdpa", "eager"):  # a few families (Gemma 2, Bloom) have no sdpa
         try:
@@ -106,11 +174,20 @@ def _model_on_meta(config: PretrainedConfig) -> PreTrainedModel:
                     copy.deepcopy(config),
                     dtype=torch.float32,
                     attn_implementation=attention,
+                    experts_implementation="batched_mm",  # takes float32 and needs no values
                     trust_remote_code=False,
                 )
-            return model
         except Exception as error:  # noqa: BLE001  # Hugging Face raises anything; it becomes a ModelError below
             failures.append(error)
+            continue
+        if getattr(model, "_is_stateful", False):
+            raise ModelError(f"{config.model_type} keeps a recurrent state; only attention models can be cut")
+        fills_gaps = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+            config, "is_decoder", False
+        )
+        if fills_gaps or any(getattr(module, "is_causal", True) is False for module in model.modules()):
+            raise ModelError(f"{config.model_type} looks at the tokens it predicts; causal models can be cut")
+        return model
     raise ModelError(
         f"{config.model_type} is no causal language model: {_brief(failures[-1])}"
     ) from failures[-1]

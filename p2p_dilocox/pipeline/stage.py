@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from p2p_dilocox.errors import ClusterError
+from p2p_dilocox.pipeline.reading import NO_TOKEN, inputs_and_targets
 from p2p_dilocox.pipeline.schedule import Microbatches, alone, over_ranks
 from p2p_dilocox.pipeline.span import Span
 from p2p_dilocox.pipeline.tied import tied_end
 from p2p_dilocox.settings import RunSpec
+from p2p_dilocox.tokenizer import end_of_document
 
 __all__ = ["Pipeline", "StepResult"]
 
@@ -61,19 +63,25 @@ class Pipeline:
             self.all_parameters.append(span.tied_copy)
         bf16 = spec.inner.precision == "bf16" or (spec.inner.precision == "auto" and device.type == "cuda")
         span.module.autocast_dtype = torch.bfloat16 if bf16 else None
+        span.module.checkpointing = spec.inner.checkpointing
+        apart = spec.data.packing == "documents"
+        self._document_end = end_of_document(spec.data.tokenizer) if apart else None
+        span.module.document_end = self._document_end
         self._tied = tied_end(span, num_ranks)
         self._schedules: dict[tuple[torch.Size, bool], Microbatches] = {}
         self._loss: Tensor | None = None
 
-    def forward_backward(self, tokens: Tensor) -> None:
+    def forward_backward(self, tokens: Tensor, stream: str = "") -> None:
         """Gradients of the mean loss, in `.grad` of `all_parameters`; earlier gradients are dropped.
 
-        tokens: int64 [B, T + 1], the same on every rank; B a multiple of inner.microbatches. The loss comes
-        with the result of `clip_`, so that an inner step has one round of waiting for all ranks.
+        tokens: int64 [B, T + 1], the same on every rank, NO_TOKEN behind the end of a shorter sequence; B a
+        multiple of inner.microbatches. stream: names this inner step for dropout, the same on every rank. The
+        loss comes with the result of `clip_`, so that an inner step has one round of waiting for all ranks.
         """
         for parameter in self.all_parameters:
             parameter.grad = None
         with self._answered("a training step"):
+            self.span.module.stream = stream
             self._loss = self._run(tokens, training=True)
             if self._tied:
                 self._tied.sum_grads_()
@@ -108,16 +116,17 @@ class Pipeline:
 
         Raises ValueError if there is no batch.
         """
-        total, sequences = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        total, num_targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
         with self._answered("an evaluation"):
             for tokens in batches:
                 loss = self._run(tokens, training=False)
+                targets = int((inputs_and_targets(tokens, self._document_end)[1] != NO_TOKEN).sum())
                 if loss is not None:
-                    total += loss * len(tokens)
-                sequences += len(tokens)
-        if sequences == 0:
-            raise ValueError("evaluate was given no batch, at least 1 is needed")
-        return self._sum(total[None])[0] / sequences
+                    total += loss * targets
+                num_targets += targets
+        if num_targets == 0:
+            raise ValueError("evaluate was given no token to predict, at least 1 is needed")
+        return self._sum(total[None])[0] / num_targets
 
     def sync_tied_(self) -> None:
         """After parameters were overwritten: the copy of a tied
@@ -161,8 +170,12 @@ class Pipeline:
         key = (tokens.shape, training)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(training=training)
-        tokens = tokens.to(self.device, non_blocking=True)
-        return self._schedules[key](tokens[:, :-1], tokens[:, 1:])
+        module, tokens = self.span.module.train(training), tokens.to(self.device, non_blocking=True)
+        inputs, targets = inputs_and_targets(tokens, self._document_end)
+        beside = {"tokens": inputs} if self._document_end is not None else {}
+        if module.draws and training:
+            beside["row"] = torch.arange(len(tokens), device=self.device)
+        return self._schedules[key](inputs, targets, beside)
 
     def _schedule(self, *, training: bool) -> Microbatches:
         module, microbatches = self.span.module, self.inner.microbatches

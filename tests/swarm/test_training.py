@@ -289,8 +289,8 @@ def test_a_gradient_that_is_not_finite_costs_one_cluster_one_step_and_the_others
     net = swarm(run_text(outer_steps=6, min_clusters=2, more="[compression]\nlowrank = 8\n"))
     forward_backward, calls = Pipeline.forward_backward, {"good": 0, "bad": 0}
 
-    def with_a_fault(self: Pipeline, tokens: torch.Tensor) -> None:
-        forward_backward(self, tokens)
+    def with_a_fault(self: Pipeline, tokens: torch.Tensor, stream: str) -> None:
+        forward_backward(self, tokens, stream)
         name = threading.current_thread().name
         calls[name] += 1
         if name == "bad" and calls[name] == 3 + h:  # in outer step 2

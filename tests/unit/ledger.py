@@ -116,7 +116,7 @@ class Ledger:
         self.bad = False
         pipeline = SimpleNamespace(
             parameters=self.theta_i, num_ranks=1, num_parameters=29, stage_of=dict.fromkeys(SHAPES, 0),
-            forward_backward=lambda _tokens: None, clip_=self._clip, sync_tied_=lambda: None,
+            forward_backward=lambda *_: None, clip_=self._clip, sync_tied_=lambda: None,
             sum=lambda values: [float(v) for v in values],
         )  # fmt: skip
         self.rank = Rank(

@@ -62,15 +62,24 @@ MODELS: dict[str, dict[str, object]] = {
     "gpt2-tied": GPT2,
     "gpt2": GPT2 | {"tie_word_embeddings": False},
 }
+# Drops out, keeps documents apart, pads, and computes its layers again for the gradient.
+EVERYTHING = GPT2 | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
 def spec_of(model: str, stages: int, schedule: str = "1f1b", microbatches: int = 4) -> RunSpec:
+    everything = model == "everything"
     return RunSpec(
         run=Run(id="test", seed=SEED, outer_steps=1),
-        model=Model(config=MODELS[model], stages=stages),
-        data=Data(seq_len=TOKENS),
+        model=Model(config=EVERYTHING if everything else MODELS[model], stages=stages),
+        data=Data(seq_len=TOKENS, packing="documents" if everything else "stream"),
         inner=Inner(
-            H=1, batch_size=BATCH, microbatches=microbatches, schedule=schedule, lr=LR, clip_norm=CLIP_NORM
+            H=1,
+            batch_size=BATCH,
+            microbatches=microbatches,
+            schedule=schedule,
+            lr=LR,
+            clip_norm=CLIP_NORM,
+            checkpointing=everything,
         ),
         outer=Outer(lr=0.7, momentum=0.7),
         schedule=Schedule(),
@@ -89,17 +98,20 @@ def spec_of(model: str, stages: int, schedule: str = "1f1b", microbatches: int =
     )
 
 
-def batch_of(step: int) -> Tensor:
-    """int64 [BATCH, TOKENS + 1], the same for everybody."""
+def batch_of(step: int, *, padded: bool = False) -> Tensor:
+    """int64 [BATCH, TOKENS + 1], the same for everybody; with -1 behind the ends of shorter ones."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, VOCAB, (BATCH, TOKENS + 1), generator=generator)
+    tokens = torch.randint(0, VOCAB, (BATCH, TOKENS + 1), generator=generator)
+    lengths = torch.randint(2, TOKENS + 2, (BATCH, 1), generator=generator)
+    return tokens.masked_fill(torch.arange(TOKENS + 1) >= lengths, -1) if padded else tokens
 
 
 def pipeline_of(spec: RunSpec, rank: int, num_ranks: int) -> Pipeline:
     config = config_from_spec(spec.model)
     cuts = cut_layers(config, spec.model.stages, spec.model.cut)
     mine = stages_of_rank(spec.model.stages, num_ranks, rank)
-    span = build_span(config, mine[0], mine[-1], cuts, seed=spec.run.seed, device=CPU)
+    documents = spec.data.packing == "documents"
+    span = build_span(config, mine[0], mine[-1], cuts, seed=spec.run.seed, device=CPU, documents=documents)
     return Pipeline(spec, span, rank, num_ranks, CPU)
 
 
@@ -109,7 +121,7 @@ def train(pipeline: Pipeline, steps: int) -> tuple[dict[str, object], dict[str, 
     losses, norms = [], []
     tensors: dict[str, Tensor] = {}
     for step in range(steps):
-        pipeline.forward_backward(batch_of(step))
+        pipeline.forward_backward(batch_of(step, padded=pipeline.span.module.draws), f"step {step}")
         result = pipeline.clip_([1.0, pipeline.rank + 2.0**40])
         losses.append(result.loss)
         norms.append(result.grad_norm)

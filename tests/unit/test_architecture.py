@@ -237,7 +237,7 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 
 def test_our_functions_take_no_open_ended_keywords() -> None:
-    """**kwargs would swallow a misspelt setting. `**_name` says: a stand-in that ignores what it is given."""
+    """**kwargs would swallow a misspelt setting. `**_name` says: called as others call their own."""
     wrong = [
         f"{place(path, node.lineno)}: {node.name}(**{node.args.kwarg.arg})"
         for path in (*LIBRARY, *PROGRAMS)

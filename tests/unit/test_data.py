@@ -13,9 +13,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from p2p_dilocox.data.shards import Batches
+from p2p_dilocox.data.shards import PADDING, Batches, _pieces
 from p2p_dilocox.data.text import source_files
 from p2p_dilocox.data.tokens import Corpus, load_tokens, unigram_loss
+from p2p_dilocox.errors import DataError
 from p2p_dilocox.runspec import Data, RunSpec, parse_run
 from p2p_dilocox.tokenizer import end_of_text_id, tokenizer_dir, vocabulary_size
 
@@ -257,3 +258,42 @@ def test_processes_that_build_the_cache_at_the_same_instant_agree(tmp_path: Path
     assert [process.returncode for process in processes] == [0, 0]
     assert answers[0] == answers[1] != ""
     assert len(list(tmp_path.iterdir())) == 1
+
+
+# Documents
+
+
+def documents_corpus(lengths: list[int]) -> Corpus:
+    """Document k is the token k + 1, so often, and then the end-of-text token 0."""
+    tokens = np.concatenate([np.array([k + 1] * n + [0]) for k, n in enumerate(lengths)]).astype(np.uint16)
+    return Corpus(tokens, tokens, 2048)
+
+
+def test_padded_sequences_are_one_document_each_and_predict_every_token_once() -> None:
+    lengths = [3, 40, 1, 7, 100, 0, 32, 31, 33]  # 0 and 1 token: nothing, one token to predict
+    spec = replace(SPEC, data=replace(SPEC.data, packing="padded", seq_len=32))
+    batches = Batches(documents_corpus(lengths), spec, "somebody")
+    predicted: dict[int, int] = {}
+    pieces = {tuple(row) for batch in batches.valid_batches(50) for row in batch.tolist()}
+    for piece in pieces:
+        text = [token for token in piece if token != PADDING]
+        assert list(piece) == text + [PADDING] * (33 - len(text))
+        assert len(set(text) - {0}) == 1 and len(text) >= 2
+        predicted[text[0]] = predicted.get(text[0], 0)
+    counts = [len(_pieces(np.array([n + 1]), n + 1, 33)[0]) for n in lengths]
+    starts, sizes = _pieces(np.cumsum([n + 1 for n in lengths]), sum(n + 1 for n in lengths), 33)
+    assert len(starts) == sum(counts) and counts == [1, 2, 1, 1, 4, 0, 1, 1, 2]
+    targets = [i for start, size in zip(starts, sizes, strict=True) for i in range(start + 1, start + size)]
+    begins = {0, *np.cumsum([n + 1 for n in lengths]).tolist()}
+    assert sorted(targets) == [i for i in range(sum(n + 1 for n in lengths)) if i not in begins]
+    assert set(predicted) == {k + 1 for k, n in enumerate(lengths) if n}
+    rows = torch.cat([batches.batch(t, h) for t in range(1, 5) for h in range(5)])
+    assert {tuple(row) for row in rows.tolist()} <= pieces
+    other = Batches(documents_corpus(lengths), spec, "other").batch(1, 0)
+    assert not torch.equal(batches.batch(1, 0), other)
+
+
+def test_documents_of_one_token_leave_nothing_to_predict() -> None:
+    spec = replace(SPEC, data=replace(SPEC.data, packing="padded"))
+    with pytest.raises(DataError, match="no document has two tokens"):
+        Batches(documents_corpus([0, 0, 0]), spec, "somebody")

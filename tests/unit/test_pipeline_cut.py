@@ -2,8 +2,10 @@
 
 import hashlib
 import itertools
+import json
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import PretrainedConfig
 from p2p_dilocox.errors import ModelError, SpecError
 from p2p_dilocox.pipeline import Span, build_span, config_from_spec, cut_layers, stages_of_rank
 from p2p_dilocox.pipeline.cut import _balanced_borders
+from p2p_dilocox.pipeline.skeleton import documents_apart, read_skeleton
 from p2p_dilocox.settings import Model
 from tests.unit.pipeline_rank import CPU, GPT2, LLAMA, MODELS, TOKENS, VOCAB, batch_of
 
@@ -107,11 +110,12 @@ def digest_of_theta_0() -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in theta.values())).hexdigest()
 
 
-def test_seven_layers_on_three_stages_are_balanced_by_parameters() -> None:
+def test_seven_layers_on_three_stages_are_balanced_by_parameters_and_compute() -> None:
     small_vocabulary = config_of(LLAMA | {"num_hidden_layers": 7})
     assert [len(layers) for layers in cut_layers(small_vocabulary, 3)] == [2, 3, 2]
+    # An embedding as large as six layers: as much memory in front as the head needs behind, but no work.
     large_vocabulary = config_of(LLAMA | {"num_hidden_layers": 7, "vocab_size": 1500})
-    assert [len(layers) for layers in cut_layers(large_vocabulary, 3)] == [1, 5, 1]
+    assert [len(layers) for layers in cut_layers(large_vocabulary, 3)] == [2, 4, 1]
     assert cut_layers(small_vocabulary, 7) == [range(i, i + 1) for i in range(7)]
     assert cut_layers(small_vocabulary, 3, (1, 1, 5)) == [range(1), range(1, 2), range(2, 7)]
 
@@ -119,15 +123,21 @@ def test_seven_layers_on_three_stages_are_balanced_by_parameters() -> None:
 def test_no_other_cut_has_a_smaller_largest_stage() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        costs: list[int] = torch.randint(1, 100, (8,), generator=generator).tolist()
+        sizes: list[int] = torch.randint(1, 100, (8,), generator=generator).tolist()
+        work: list[int] = torch.randint(1, 100, (8,), generator=generator).tolist()
         for parts in (1, 2, 3, 4, 8):
             cuts = [(0, *inner, 8) for inner in itertools.combinations(range(1, 8), parts - 1)]
             ranked = {
-                cut: (max(sizes), sum(size**2 for size in sizes))
+                cut: (max(shares), sum(share**2 for share in shares))
                 for cut in cuts
-                for sizes in [[sum(costs[a:b]) for a, b in itertools.pairwise(cut)]]
+                for shares in [
+                    [
+                        max(Fraction(sum(sizes[a:b]), sum(sizes)), Fraction(sum(work[a:b]), sum(work)))
+                        for a, b in itertools.pairwise(cut)
+                    ]
+                ]
             }
-            assert ranked[tuple(_balanced_borders(costs, parts))] == min(ranked.values())
+            assert ranked[tuple(_balanced_borders(sizes, work, parts))] == min(ranked.values())
 
 
 @pytest.mark.parametrize("stages", [0, -1, 4])
@@ -168,20 +178,67 @@ def test_embeddings_and_head_are_named_on_every_stage() -> None:
         assert all(span.embedding_names == names for span in spans_of(config_of(values), 3))
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"model_type": "t5", "dropout_rate": 0.0}, "encoder-decoder"),
-        (LLAMA | {"model_type": "mixtral"}, "cannot be cut into stages"),
-        (GPT2 | {"embd_pdrop": 0.1}, r"embd_pdrop = 0\.1, must be 0"),
-        ({"model_type": "vit"}, "no causal language model"),
-    ],
-)
+def test_work_is_what_a_token_is_multiplied_with() -> None:
+    width, hidden, vocabulary = 32, 48, VOCAB
+    attention, mlp = width * (2 * 32 + 2 * 16), 3 * width * hidden
+    skeleton = read_skeleton(config_of(LLAMA | {"model_type": "mixtral", "num_local_experts": 8}))
+    router, experts = 8 * width, 2 * mlp  # two of the eight work for a token
+    per_layer = attention + router + experts
+    assert skeleton.work() == [per_layer, per_layer, per_layer + width * vocabulary]
+    assert skeleton.sizes()[1] == attention + router + 8 * mlp + 2 * width
+
+
+REFUSED = [
+    ({"model_type": "t5", "dropout_rate": 0.0}, "t5 is an encoder-decoder model"),
+    ({"model_type": "bart"}, "bart is an encoder-decoder model"),
+    ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}, "keeps a recurrent state"),
+    ({"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2}, "keeps a recurrent state"),
+    ({"model_type": "gemma3"}, "gemma3 reads more than text; take the config of its text part, gemma3_text"),
+    ({"model_type": "llava"}, "llava reads more than text"),
+    ({"model_type": "vit"}, "no causal language model"),
+    (NARROW | {"model_type": "bert", "tie_word_embeddings": False}, "looks at the tokens it predicts"),
+    (NARROW | {"model_type": "roformer", "tie_word_embeddings": False}, "looks at the tokens it predicts"),
+    (NARROW | {"model_type": "opt", "layerdrop": 0.1}, r"layerdrop = 0\.1, must be 0"),
+    (LLAMA | {"model_type": "mixtral", "output_router_logits": True}, "auxiliary loss"),
+    (
+        {"model_type": "xlnet", "d_model": 32, "n_head": 4, "n_layer": 2, "d_inner": 48, "d_head": 8},
+        "xlnet cannot be cut into stages: transformer holds parameters of its own",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "reason"), REFUSED)
 def test_models_that_cannot_be_cut_are_refused_with_the_reason(
     values: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(ModelError, match=reason):
         cut_layers(config_of(values), 2)
+
+
+def test_documents_are_kept_apart_or_the_model_is_refused() -> None:
+    for values, given in ((LLAMA, "positions"), (MORE_FAMILIES["opt"], "mask")):
+        assert documents_apart(read_skeleton(config_of(values))) == given
+    with pytest.raises(ModelError, match='bloom cannot keep documents apart.*packing = "stream"'):
+        documents_apart(read_skeleton(config_of(MORE_FAMILIES["bloom"])))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "llama is quantised"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "code.OwnConfig"}}, "needs code of its own"),
+        ({"model_type": "own"}, "own"),
+    ],
+)
+def test_config_files_of_models_that_cannot_be_trained_are_refused(
+    change: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    config_of(LLAMA).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    (tmp_path / "code.py").write_text("raise SystemExit('code from a model directory was run')")
+    with pytest.raises(ModelError, match=reason):
+        config_from_spec(Model(path=str(tmp_path)))
 
 
 def test_a_config_directory_is_read(tmp_path: Path) -> None:

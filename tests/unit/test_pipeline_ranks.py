@@ -31,6 +31,7 @@ CASES = [
     for stages in (2, 3)
     for schedule in ("1f1b", "gpipe")
 ]
+CASES += [{"model": "everything", "stages": stages, "schedule": "1f1b", "steps": STEPS} for stages in (2, 3)]
 LAUNCHES = {
     2: [case for case in CASES if case["stages"] == 2 or case["schedule"] == "1f1b"],
     3: [case for case in CASES if case["stages"] == 3],
@@ -165,6 +166,19 @@ def test_ranks_train_like_the_uncut_model(
         result = result_of(clusters[num_ranks], case, num_ranks)
         assert all(numbers == result.numbers[0] for numbers in result.numbers), "every rank must get the same"
         assert_equals_uncut(result.numbers[0], result.tensors, uncut[model])
+
+
+@pytest.mark.parametrize("num_ranks", LAUNCHES)
+def test_dropout_documents_padding_and_recomputation_are_the_same_over_ranks(
+    num_ranks: int, clusters: dict[int, Path]
+) -> None:
+    expected, whole = train(pipeline_of(spec_of("everything", 1), 0, 1), STEPS)
+    for case in (case for case in LAUNCHES[num_ranks] if case["model"] == "everything"):
+        result = result_of(clusters[num_ranks], case, num_ranks)
+        for key in ("losses", "evaluated"):
+            assert result.numbers[0][key] == pytest.approx(expected[key], rel=1e-5)
+        for name in (name for name in whole if name.startswith("grad")):
+            torch.testing.assert_close(result.tensors[name], whole[name], rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("num_ranks", LAUNCHES)
