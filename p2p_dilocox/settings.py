@@ -1,7 +1,7 @@
 """The tables of run.toml as frozen dataclasses: every setting with its type, range, default and meaning.
 
 One field is one key. `Annotated` carries what `runspec.parse_run` checks (a `Rule`) and the sentence that
-errors and `dilocox-bootstrap init` show. Rules between several keys are in consistency.py."""
+errors and the docs show. Rules between several keys are in consistency.py."""
 
 import math
 import re

@@ -165,11 +165,13 @@ class Company:
 
     async def refresh(self) -> None:
         """Tell the swarm that we are here and look who else is."""
-        self.present = await self.node.clusters()
+        before, self.present = self.present, await self.node.clusters()
         self._look_for_a_twin(self.present.get(self.me))
         await self.node.publish_presence(self.key, self.presence())
         self._published = True
         self.present = {c: p for c, p in self.present.items() if self._allowed(c)}
+        for cluster in [c for c, p in self.present.items() if before.get(c) != p]:
+            self.heard(cluster)  # its heart beats
         for cluster, presence in self.present.items():
             if presence.since > self._departed.get(cluster, math.inf):
                 self.back(cluster)  # another start of it

@@ -293,11 +293,13 @@ class Lead:
     async def on_votes(self, votes: Votes, cluster: str) -> Votes:
         if abs(votes.t - self.progress.t) > _BALLOTS_AHEAD or votes.attempt >= _MOST_ATTEMPTS:
             raise NotTrustedError(f"votes on outer step {votes.t}, we are at {self.progress.t}")
-        self.company.heard(cluster)
         ballot = self._ballot(votes.t, votes.attempt)
         ballot.merge(cluster, votes)
         await ballot.settled(self.timeouts.poll_s)
         return ballot.message()
+
+    def heard(self, cluster: str) -> None:
+        self.company.heard(cluster)
 
     async def on_standing(self) -> Standing:
         return self.company.standing()

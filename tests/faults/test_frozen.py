@@ -15,7 +15,7 @@ ROUND_S = 24.0
 MATRICES, SIDE = 5, 2048  # 84 MB of float32: more than all buffers between two peers hold
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(240 + 3 * FROZEN_S)
 def test_a_frozen_cluster_is_left_out_in_time_and_comes_back(start_crew: StartCrew) -> None:
     """Frozen before it answers the roll call, then in the middle of its transfer, then there with its p2pd
     alive, which takes what it is sent and says that all is well."""

@@ -45,6 +45,16 @@ ARROWS = {
     "history": {"averaging", "line_file"},
     "invariants": {"averaging"},
     "trainer": {"averaging", "data", "history", "inner", "outer", "outer_step", "pipeline"},
+    "simulation": {
+        "averaging",
+        "data",
+        "history",
+        "inner",
+        "outer",
+        "pipeline",
+        "swarm",
+        "trainer",
+    },
     # It reads a whole Rank; the trainer knows it only as a function to call.
     "checkpoint": {"outer", "pipeline", "trainer"},
     "bootstrap": {"ports", "program", "sinks", "state_dir", "swarm"},

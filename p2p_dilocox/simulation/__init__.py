@@ -1,0 +1,6 @@
+"""Many clusters in one process, on simulated time: the trainer's own code between modelled links."""
+
+from p2p_dilocox.simulation.links import Link
+from p2p_dilocox.simulation.world import Absence, Place, Point, Simulation
+
+__all__ = ["Absence", "Link", "Place", "Point", "Simulation"]
