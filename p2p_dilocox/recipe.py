@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from p2p_dilocox.settings import Compression, Outer, Overlap, Schedule
+from p2p_dilocox.settings import Compression, Local, Outer, Overlap, Schedule
 
 __all__ = ["OVERLAP_DEFAULTS", "Recipe", "default_gamma", "recipes"]
 
@@ -26,6 +26,7 @@ class Recipe:
     about: str
     source: str
     inner: Mapping[str, int]
+    local: Local
     outer: Outer
     schedule: Schedule
     overlap: Overlap
@@ -75,6 +76,7 @@ def _recipe(tables: dict[str, Any]) -> Recipe:
         about=" ".join(tables["about"].split()),
         source=tables["source"],
         inner=tables.get("inner", {}),
+        local=Local(**tables.get("local", {})),
         outer=Outer(**tables["outer"]),
         schedule=Schedule(**tables.get("schedule", {})),
         overlap=Overlap(**tables.get("overlap", {})),

@@ -21,6 +21,7 @@ from p2p_dilocox.settings import (
     Deadlines,
     Eval,
     Inner,
+    Local,
     Model,
     Outer,
     Overlap,
@@ -36,8 +37,8 @@ from p2p_dilocox.suggest import did_you_mean
 from p2p_dilocox.toml_lines import key_lines
 
 __all__ = [
-    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Run",
-    "RunSpec", "Schedule", "load_run_file", "meaning", "parse_run", "read_run_text", "shipped_runs",
+    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Local", "Model", "Outer", "Overlap",
+    "Run", "RunSpec", "Schedule", "load_run_file", "meaning", "parse_run", "read_run_text", "shipped_runs",
     "tokens_per_outer_step", "total_inner_steps", "warnings_for",
 ]  # fmt: skip
 
@@ -215,6 +216,7 @@ class _Reader:
             compression["strong_bits"] = max(bits, recipe.compression.strong_bits)
         return {
             "inner": dict(recipe.inner),
+            "local": asdict(recipe.local),
             "outer": asdict(outer),
             "schedule": asdict(recipe.schedule),
             "overlap": asdict(overlap),

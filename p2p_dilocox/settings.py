@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 __all__ = [
-    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Model", "Outer", "Overlap", "Rule",
-    "Run", "RunSpec", "Schedule", "is_finite", "tokens_per_outer_step", "total_inner_steps",
+    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Local", "Model", "Outer", "Overlap",
+    "Rule", "Run", "RunSpec", "Schedule", "is_finite", "tokens_per_outer_step", "total_inner_steps",
 ]  # fmt: skip
 
 
@@ -162,6 +162,15 @@ class Outer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Local:
+    """[local]: outer steps of each cluster alone, on its own movement. Defaults come from the recipe."""
+
+    every: Annotated[int, at_least(0), "inner steps between local outer steps; 0: none"] = 0
+    lr: Annotated[float, above(0), "learning rate of a local outer step"] = 0.7
+    momentum: Annotated[float, below_one(), "Nesterov momentum of the local outer steps"] = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """[schedule]: what of the model a round averages. Defaults come from the recipe."""
 
@@ -249,6 +258,7 @@ class RunSpec:
     model: Model
     data: Data
     inner: Inner
+    local: Local
     outer: Outer
     schedule: Schedule
     overlap: Overlap

@@ -34,6 +34,7 @@ from p2p_dilocox.events import (
 )
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer
+from p2p_dilocox.local_outer import LocalOuter
 from p2p_dilocox.outer import ErrorAlarm, OuterState, fingerprint
 from p2p_dilocox.outer_step import covered
 from p2p_dilocox.overlap import Overlap
@@ -73,6 +74,7 @@ class Rank:
     wanted: int = Wish.STAY  # what the ranks agreed on at the last inner step
     skipped: int = 0  # inner steps whose loss or gradient was not finite
     alarm: ErrorAlarm = field(default_factory=ErrorAlarm)
+    local: LocalOuter | None = None  # outer steps of this cluster alone
 
 
 def train(spec: RunSpec, rank: Rank) -> bool:
@@ -126,7 +128,10 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
     step = rank.pipeline.clip_([float(flag) for flag in (arrived, astray, duplicate, *wishes)])
     rank.h = rank.progress.h = h + 1
     if math.isfinite(step.loss) and math.isfinite(step.grad_norm):
-        lr = rank.inner.step((t - 1) * spec.inner.H + h)
+        number = (t - 1) * spec.inner.H + h
+        lr = rank.inner.step(number)
+        if rank.local and rank.local.step_(rank.pipeline.parameters, number + 1):
+            rank.pipeline.sync_tied_()
         num_tokens = int((tokens[:, 1:] >= 0).sum())  # the rest is padding
         seconds = time.monotonic() - started
         rank.unsent_tokens += num_tokens
@@ -164,6 +169,8 @@ def skip(spec: RunSpec, rank: Rank, step: StepResult) -> None:
     """No optimizer step: all ranks see the same numbers, so all of them go back to the anchor (field report
     C1). What a round on the wire carries was finite; it is delivered, or waits, as ever."""
     rank.outer.reset_(rank.pipeline.parameters)
+    if rank.local:
+        rank.local.reset_(rank.pipeline.parameters)
     rank.pipeline.sync_tied_()
     rank.unsent_tokens = 0
     rank.skipped += 1
@@ -221,7 +228,8 @@ def land(spec: RunSpec, rank: Rank) -> None:
     agree_in_cluster(rank, outcome)
     outer = rank.outer
     if outcome.steps:
-        with rank.lock:
+        moved = rank.local.moved_(rank.pipeline.parameters) if rank.local else contextlib.nullcontext()
+        with rank.lock, moved:
             take_outer_steps(spec, rank, outcome)
         rank.pipeline.sync_tied_()
     rank.progress.move_to(max(outer.t, outcome.t), outer)

@@ -30,6 +30,7 @@ from p2p_dilocox.events import Event, Finished, Phase, Warned
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.lineage import genesis
+from p2p_dilocox.local_outer import build_local_outer
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers, stages_of_rank
 from p2p_dilocox.runspec import RunSpec, parse_run, tokens_per_outer_step, total_inner_steps
@@ -204,6 +205,7 @@ def _build(
         inner=InnerOptimizer(pipeline.all_parameters, spec.inner, total_inner_steps(spec)),
         outer=outer, rounds=rounds, batches=batches, progress=progress, history=history,
         checkpoints=CheckpointStore(state / "checkpoints", digest, spec.checkpoint.keep),
+        local=build_local_outer(spec.local, pipeline.parameters),
         wish=wish, report=report, lock=lock,
     )  # fmt: skip
     saved = newest(state / "checkpoints", digest)
@@ -326,6 +328,8 @@ def _download(
                 snapshot.load_into(rank.outer)
             for name, parameter in rank.pipeline.parameters.items():
                 parameter.copy_(rank.outer.anchor[name])
+            if rank.local:
+                rank.local.reset_(rank.pipeline.parameters)
         rank.pipeline.sync_tied_()
         rank.unsent_tokens = 0
         rank.progress.move_to(rank.outer.t, rank.outer)

@@ -126,9 +126,10 @@ def load_rank(saved: Saved, rank: Rank) -> None:
     except (OSError, SafetensorError) as error:
         raise StateError(f"cannot read {path}: {error}") from error
     inner: dict[str, Tensor] = {}
-    targets = {f"theta/{n}": p for n, p in rank.pipeline.parameters.items()}
+    targets: dict[str, Tensor] = {f"theta/{n}": p for n, p in rank.pipeline.parameters.items()}
     for part in _OUTER:
         targets |= {f"{part}/{n}": t for n, t in getattr(rank.outer, part).items()}
+    targets |= {f"local/{n}": t for n, t in (rank.local.tensors() if rank.local else {}).items()}
     for name, tensor in tensors.items():
         if name.startswith("inner/"):
             inner[name.removeprefix("inner/")] = tensor
@@ -165,6 +166,8 @@ def _tensors(rank: Rank) -> dict[str, Tensor]:
     tensors = {f"theta/{n}": p.detach().cpu().contiguous() for n, p in rank.pipeline.parameters.items()}
     for part in _OUTER:
         tensors |= {f"{part}/{n}": t.cpu().contiguous() for n, t in getattr(rank.outer, part).items()}
+    local = rank.local.tensors() if rank.local else {}
+    tensors |= {f"local/{n}": t.cpu().contiguous() for n, t in local.items()}
     return tensors | {f"inner/{n}": t.cpu().contiguous() for n, t in rank.inner.state().items()}
 
 

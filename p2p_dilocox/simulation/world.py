@@ -29,6 +29,7 @@ from p2p_dilocox.events import Evaluated, Event, InnerStep, StepSkipped
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.lineage import genesis
+from p2p_dilocox.local_outer import build_local_outer
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
 from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step, total_inner_steps
@@ -140,6 +141,7 @@ class _Cluster:
         return Rank(
             index=0, cluster_id=self.place.cluster_id, pipeline=pipeline, outer=outer,
             inner=InnerOptimizer(pipeline.all_parameters, spec.inner, total_inner_steps(spec)),
+            local=build_local_outer(spec.local, pipeline.parameters),
             rounds=cast(Any, SimpleNamespace(start=self._start)),
             batches=Batches(corpus, spec, self.place.cluster_id), progress=Progress(),
             history=self.world.history(self.place.cluster_id, list(self.layouts)),

@@ -1,5 +1,6 @@
 """Clusters in one process that train in step: the real outer state, layouts and codec, no network."""
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,7 +33,7 @@ class InStep:
         self.ids = [str(i) for i in range(num_clusters)]
         self.ranks = [
             SimpleNamespace(
-                outer=outer, cluster_id=i,
+                outer=outer, cluster_id=i, local=None,
                 pipeline=SimpleNamespace(parameters=theta, sync_tied_=lambda: None, sum=list),
             )
             for outer, theta, i in zip(self.outers, self.theta, self.ids, strict=True)
@@ -54,7 +55,9 @@ class InStep:
 
     def land(self, steps: list[OuterStep]) -> None:
         for rank, step in zip(self.ranks, steps, strict=True):
-            take_outer_steps(self.spec, cast(Any, rank), Outcome(step.t, [step]))
+            local, theta = rank.local, rank.pipeline.parameters
+            with local.moved_(theta) if local else contextlib.nullcontext():
+                take_outer_steps(self.spec, cast(Any, rank), Outcome(step.t, [step]))
 
     def move(self, step: Callable[[int, dict[str, Tensor]], None]) -> None:
         for number, theta in enumerate(self.theta):

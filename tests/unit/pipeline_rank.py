@@ -20,6 +20,7 @@ from p2p_dilocox.runspec import (
     Compression,
     Data,
     Inner,
+    Local,
     Model,
     Outer,
     Overlap,
@@ -82,6 +83,7 @@ def spec_of(model: str, stages: int, schedule: str = "1f1b", microbatches: int =
             checkpointing=everything,
         ),
         outer=Outer(lr=0.7, momentum=0.7),
+        local=Local(),
         schedule=Schedule(),
         overlap=Overlap(mode="none", keep=0.0),
         compression=Compression(

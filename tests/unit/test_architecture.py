@@ -40,16 +40,18 @@ ARROWS = {
     "inner": set[str](),
     "offload": set[str](),
     "outer_step": set[str](),
+    "local_outer": {"outer_step"},
     "outer": {"compression", "offload", "outer_step"},
     "averaging": {"compression", "outer", "swarm"},
     "history": {"averaging", "line_file"},
     "invariants": {"averaging"},
-    "trainer": {"averaging", "data", "history", "inner", "outer", "outer_step", "pipeline"},
+    "trainer": {"averaging", "data", "history", "inner", "local_outer", "outer", "outer_step", "pipeline"},
     "simulation": {
         "averaging",
         "data",
         "history",
         "inner",
+        "local_outer",
         "outer",
         "pipeline",
         "swarm",
@@ -61,7 +63,7 @@ ARROWS = {
 }
 APPS = {"peers", "bootstrap"}
 # Pure arithmetic: tensors and the standard library, no sockets, no files of ours, no Hugging Face.
-PURE = {"compression", "offload", "outer", "outer_step", "overlap", "selection"}
+PURE = {"compression", "local_outer", "offload", "outer", "outer_step", "overlap", "selection"}
 PURE_MAY_IMPORT = {"numpy", "torch"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "tools"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Factory", "Mixin")
