@@ -153,7 +153,7 @@ class Cluster:
     def fresh(cls, spec: RunSpec, corpus: Corpus, name: str) -> "Cluster":
         config = config_from_spec(spec.model)
         span = build_span(config, 0, 0, cut_layers(config, 1, ()), seed=spec.run.seed, device=CPU)
-        pipeline = Pipeline(spec, span, 0, 1, CPU)
+        pipeline = Pipeline(spec, [span], 0, 1, CPU)
         inner = InnerOptimizer(pipeline.all_parameters, spec.inner, START + STEPS)
         outer = OuterState(spec, pipeline.parameters, span.embedding_names, "")
         return cls(pipeline, inner, outer, Batches(corpus, spec, name))
@@ -166,7 +166,7 @@ class Cluster:
                 parameter.copy_(state.pop(f"parameter/{key}"))
         cluster.inner.load_state(state)
         cluster.outer = OuterState(
-            spec, cluster.pipeline.parameters, cluster.pipeline.span.embedding_names, ""
+            spec, cluster.pipeline.parameters, cluster.pipeline.spans[0].embedding_names, ""
         )
         return cluster
 
@@ -251,7 +251,7 @@ def train(
     spec = spec_of(model, setting)
     clusters = [Cluster.load(spec, corpus, str(number), start) for number in range(CLUSTERS)]
     outers = [cluster.outer for cluster in clusters]
-    dense_names = clusters[0].pipeline.span.embedding_names
+    dense_names = clusters[0].pipeline.spans[0].embedding_names
     layout = StageLayouts(outers[0], list(outers[0].anchor), dense_names, 1).at(1)
     probes = {s.name: Probe(spec_of(model, s), outers[0], dense_names) for s in probed}
     pending: tuple[Average, list[Average]] | None = None

@@ -20,9 +20,7 @@ whose local movement starts from the anchor again, largest over all contraction 
 
 
 def _microbatches(spec: RunSpec) -> Iterator[Finding]:
-    inner, stages = spec.inner, spec.model.stages
-    if stages > 1 and inner.microbatches < stages:
-        yield "inner.microbatches", f"must be at least model.stages = {stages}, or stages have nothing to do"
+    inner = spec.inner
     if inner.batch_size % inner.microbatches:
         yield "inner.batch_size", f"must be a multiple of inner.microbatches = {inner.microbatches}"
 
@@ -158,7 +156,7 @@ def _has_config(path: str) -> bool:
 
 
 RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...] = (
-    (("model.stages", "inner.microbatches", "inner.batch_size"), _microbatches),
+    (("inner.microbatches", "inner.batch_size"), _microbatches),
     (("run.outer_steps", "inner.H", "inner.warmup_steps"), _warmup),
     (("overlap.mode", "overlap.keep"), _keep),
     (("overlap.mode", "overlap.delay", "inner.H"), _delay),
@@ -196,6 +194,11 @@ def warnings_for(spec: RunSpec) -> list[str]:
                 'the largest that is stable with overlap.mode = "paper": the loss will probably diverge. '
                 'mode = "arrival" takes 0.7'
             )
+    if spec.inner.schedule == "1f1b" and spec.inner.microbatches < spec.model.stages:
+        found.append(
+            f"inner.microbatches = {spec.inner.microbatches}: a cluster of more processes, and it may have "
+            f"{spec.model.stages} (model.stages), is refused without --microbatches or --schedule"
+        )
     if spec.model.path and not _has_config(spec.model.path):
         found.append(
             f"model.path = {json.dumps(spec.model.path)} has no config.json on this machine: stages, cut, "

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from p2p_dilocox.placement import SCHEDULES
+
 __all__ = [
     "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Local", "Model", "Outer", "Overlap",
     "Rule", "Run", "RunSpec", "Schedule", "is_finite", "tokens_per_outer_step", "total_inner_steps",
@@ -131,8 +133,12 @@ class Inner:
 
     H: Annotated[int, at_least(1), "inner steps per outer step"]
     batch_size: Annotated[int, at_least(1), "sequences per inner step and cluster"]
-    microbatches: Annotated[int, at_least(1), "equal pieces of a batch that fill the pipeline"] = 1
-    schedule: Annotated[str, one_of("1f1b", "gpipe"), "order of microbatches over the stages"] = "1f1b"
+    microbatches: Annotated[
+        int, at_least(1), "equal pieces of a batch that fill the pipeline; a cluster may choose its own"
+    ] = 1
+    schedule: Annotated[
+        str, one_of(*SCHEDULES), "order of microbatches in the pipeline; a cluster may choose its own"
+    ] = "1f1b"
     lr: Annotated[float, above(0), "peak learning rate"]
     betas: Annotated[tuple[float, float], all_values(below_one()), "decay of AdamW's two moments"] = (
         0.9,

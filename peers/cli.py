@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from p2p_dilocox.placement import SCHEDULES
 from p2p_dilocox.program import DirectoryName, Program
 
 # Commands import what they need when they run: torch and hivemind take seconds, --help should not.
@@ -75,6 +76,16 @@ def check_history(files: tuple[Path, ...], as_json: bool) -> None:
     "--threads", type=click.IntRange(min=1), help="Torch threads per process. Default: cores / processes."
 )
 @click.option(
+    "--schedule",
+    type=click.Choice(SCHEDULES),
+    help="Order of microbatches in the pipeline. Default: the run's.",
+)
+@click.option(
+    "--microbatches",
+    type=click.IntRange(min=1),
+    help="Pieces of a batch in the pipeline. Default: the run's.",
+)
+@click.option(
     "--offload", is_flag=True, help="Keep the outer optimizer's state in main memory, not on a GPU."
 )
 @click.option(
@@ -90,6 +101,8 @@ def join(
     announce: str | None,
     client: bool,
     threads: int | None,
+    schedule: str | None,
+    microbatches: int | None,
     offload: bool,
     profile: str | None,
 ) -> None:
@@ -98,7 +111,8 @@ def join(
 
     options = JoinOptions(
         link=read_link(link, link_file), state_dir=state_dir, name=name, listen=listen, announce=announce,
-        client=client, devices=devices, threads=threads, offload=offload, profile=profile,
+        client=client, devices=devices, threads=threads, schedule=schedule, microbatches=microbatches,
+        offload=offload, profile=profile,
     )  # fmt: skip
     raise SystemExit(join_run(options))
 

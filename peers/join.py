@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from p2p_dilocox.errors import LinkError, SpecError, StateError
+from p2p_dilocox.placement import check_microbatches, place
 from p2p_dilocox.ports import check_port, shift_port
 from p2p_dilocox.runspec import RunSpec, parse_run
 from p2p_dilocox.state_dir import locked_state_dir, write_atomic
@@ -39,6 +40,8 @@ class JoinOptions:
     listen: str | None = None
     announce: str | None = None
     client: bool = False
+    schedule: str | None = None
+    microbatches: int | None = None
     offload: bool = False
 
 
@@ -85,6 +88,10 @@ def join_run(options: JoinOptions) -> int:
         source_files(spec.data)  # before anything joins the swarm: are the files here?
         vocabulary_size(spec.data.tokenizer)
         devices = parse_devices(wanted_devices, spec.model.stages)
+        schedule = options.schedule or profile.schedule or spec.inner.schedule
+        microbatches = options.microbatches or profile.microbatches or spec.inner.microbatches
+        place(schedule, spec.model.stages, len(devices))
+        check_microbatches(schedule, len(devices), microbatches, spec.inner.batch_size)
         check_shared_memory(devices)
         threads = options.threads or profile.threads or max(1, _cores() // len(devices))
         name = options.name or f"cluster-{key.cluster_id[:6]}"
@@ -101,6 +108,8 @@ def join_run(options: JoinOptions) -> int:
                 "listen": shift_port(listen, rank),
                 "announce": shift_port(announce, rank) if announce else None,
                 "client": options.client,
+                "schedule": schedule,
+                "microbatches": microbatches,
                 "offload": options.offload or profile.offload,
             }
             for rank, device in enumerate(devices)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from p2p_dilocox.errors import SpecError
+from p2p_dilocox.placement import SCHEDULES
 
 __all__ = ["Profile", "load_profile", "shipped_profiles"]
 
@@ -21,6 +22,10 @@ class Profile:
     """Multiaddress of rank 0; rank r takes port + r. Port 0: any free port."""
     announce: str | None = None
     """Multiaddress under which others reach rank 0; rank r is at port + r."""
+    schedule: str | None = None
+    """Order of microbatches, of placement.SCHEDULES; None: the run's inner.schedule."""
+    microbatches: int | None = None
+    """Pieces of a batch; None: the run's inner.microbatches."""
     offload: bool = False
     """Keep anchor, outer momentum and error buffers in main memory instead of on a GPU."""
 
@@ -38,15 +43,21 @@ def load_profile(name: str) -> Profile:
         raise SpecError(f"cannot read the cluster profile {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} is not TOML: {error}") from error
-    types = {"devices": str, "threads": int, "listen": str, "announce": str, "offload": bool}
+    types = {
+        "devices": str, "threads": int, "listen": str, "announce": str, "schedule": str, "microbatches": int,
+        "offload": bool,
+    }  # fmt: skip
     assert set(types) == {field.name for field in fields(Profile)}
     for key, value in values.items():
         if key not in types:
             raise SpecError(f"{path}: unknown key {key!r}; known are {', '.join(types)}.")
         if type(value) is not types[key]:
             raise SpecError(f"{path}: {key} = {value!r} must be of type {types[key].__name__}.")
-    if values.get("threads", 1) < 1:
-        raise SpecError(f"{path}: threads = {values['threads']}, must be at least 1.")
+    for key in ("threads", "microbatches"):
+        if values.get(key, 1) < 1:
+            raise SpecError(f"{path}: {key} = {values[key]}, must be at least 1.")
+    if values.get("schedule", SCHEDULES[0]) not in SCHEDULES:
+        raise SpecError(f"{path}: schedule = {values['schedule']!r}, must be one of {', '.join(SCHEDULES)}.")
     return Profile(**values)
 
 

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.lineage import genesis
 from p2p_dilocox.local_outer import build_local_outer
 from p2p_dilocox.outer import OuterState
-from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers, stages_of_rank
+from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
+from p2p_dilocox.placement import place
 from p2p_dilocox.runspec import RunSpec, parse_run, tokens_per_outer_step, total_inner_steps
 from p2p_dilocox.sinks import TensorBoardSink
 from p2p_dilocox.swarm.gate import Gate
@@ -57,7 +59,7 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
     """Join the run as one rank and train until the run is
     complete or `wish` says leave. Raises DilocoxError."""
     index, num_ranks, state = int(config["rank"]), int(config["num_ranks"]), Path(config["state_dir"])
-    spec, link = parse_run(config["run_text"]), JoinLink.parse(config["link"])
+    spec, link = _as_here(parse_run(config["run_text"]), config), JoinLink.parse(config["link"])
     torch.set_num_threads(config["threads"])
     device = torch.device(config["device"])
     say = partial(_say, report, index)
@@ -112,6 +114,12 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
         report(Finished(rank=index, t=rank.outer.t, reason=reason, parameter_digests=parameter_digests(rank)))
 
 
+def _as_here(spec: RunSpec, config: dict[str, Any]) -> RunSpec:
+    """The spec with what this cluster chose for itself; nothing of it shows in an average."""
+    inner = replace(spec.inner, schedule=config["schedule"], microbatches=config["microbatches"])
+    return replace(spec, inner=inner)
+
+
 def _build(
     spec: RunSpec,
     config: dict[str, Any],
@@ -130,19 +138,19 @@ def _build(
 
     model_config = config_from_spec(spec.model)
     cuts = cut_layers(model_config, spec.model.stages, spec.model.cut)
-    held = stages_of_rank(spec.model.stages, num_ranks, index)
-    documents = spec.data.packing == "documents"
-    span = build_span(
-        model_config, held[0], held[-1], cuts, seed=spec.run.seed, device=device, documents=documents
+    placement = place(spec.inner.schedule, spec.model.stages, num_ranks)
+    held, documents = placement.stages_of(index), spec.data.packing == "documents"
+    spans = build_chunks(
+        model_config, placement, index, cuts, seed=spec.run.seed, device=device, documents=documents
     )
-    pipeline = Pipeline(spec, span, index, num_ranks, device)
+    pipeline = Pipeline(spec, spans, index, num_ranks, device)
     if index == 0:
         load_tokens(spec, state / "tokens")  # encodes the text; the other ranks find it in the cache
     pipeline.barrier()
     batches = Batches(load_tokens(spec, state / "tokens"), spec, key.cluster_id)
 
     names = {s: [n for n, stage in pipeline.stage_of.items() if stage == s] for s in held}
-    dense = span.embedding_names
+    dense = spans[0].embedding_names
     offload = config["offload"] and device.type != "cpu"  # on a CPU all is in main memory anyway
     outer = OuterState(spec, pipeline.parameters, dense, genesis(digest), offload=offload)
     layouts = {s: StageLayouts(outer, names[s], dense, sum(map(len, cuts))) for s in held}
@@ -161,7 +169,7 @@ def _build(
         snapshot_of=snapshot_of,
     )
     maddrs = network.call(node.maddrs(), _NETWORK_S)
-    address = RankAddress(peer=node.peer_id, maddrs=maddrs[:16], first_stage=held[0], last_stage=held[-1])
+    address = RankAddress(peer=node.peer_id, maddrs=maddrs[:16], stages=held)
     addresses = [unpack(a, RankAddress) for a in pipeline.gather(address.pack())]
     for other in addresses:
         if other.peer != node.peer_id:

@@ -13,7 +13,7 @@ from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import Snapshot, read_snapshot, snapshot_bytes
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.outer import OuterState
-from p2p_dilocox.swarm.messages import Ask, Message, RankAddress, Standing
+from p2p_dilocox.swarm.messages import Ask, Message, RankAddress, Standing, peer_of_stage
 
 __all__ = ["Plan", "download", "make_plan"]
 
@@ -75,7 +75,7 @@ async def download(
     received, total = 0, sum(limit.values())
     snapshots = []
     for stage, names in names_of_stage.items():
-        peer = next((r.peer for r in donor if r.first_stage <= stage <= r.last_stage), None)
+        peer = peer_of_stage(donor, stage)
         if peer is None:
             raise NotTrustedError(f"the donor has nobody for stage {stage}")
         data = bytearray()

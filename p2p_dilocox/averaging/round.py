@@ -44,6 +44,7 @@ from p2p_dilocox.swarm.messages import (
     RankAddress,
     Result,
     StageDone,
+    peer_of_stage,
 )
 from p2p_dilocox.swarm.patience import within
 
@@ -355,7 +356,7 @@ class Rounds:
         averages, chunks = [], {}
         for stage, layouts in self.layouts.items() if voted is None else ():
             division = Division(layouts.at(roster.t), roster, self._outer.spec.compression.gather_up_to)
-            peer = next((r.peer for r in donor if r.first_stage <= stage <= r.last_stage), self._lead_peer)
+            peer = peer_of_stage(donor, stage) or self._lead_peer
             chunks[stage] = await fetch_average(self.service, peer, result, stage, division)
             averages.append(
                 await self._compute(partial(decode_average, self._outer, division, chunks[stage]))

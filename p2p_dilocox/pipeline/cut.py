@@ -18,7 +18,7 @@ from p2p_dilocox.pipeline.init import fill_
 from p2p_dilocox.pipeline.skeleton import Skeleton, documents_apart, parent_of, read_skeleton
 from p2p_dilocox.pipeline.span import Entry, PassThrough, Span, SpanModule, Zero
 
-__all__ = ["build_span", "cut_layers", "stages_of_rank"]
+__all__ = ["build_span", "cut_layers"]
 
 
 def cut_layers(config: PretrainedConfig, stages: int, cut: Sequence[int] = ()) -> list[range]:
@@ -76,18 +76,6 @@ def _balanced_borders(sizes: list[int], work: list[int], parts: int) -> list[int
                     step[n] = candidate
         best = step
     return best[num][1]
-
-
-def stages_of_rank(stages: int, num_ranks: int, rank: int) -> range:
-    """The consecutive stages that a rank holds; counts differ by at most one. Raises SpecError."""
-    if not 1 <= num_ranks <= stages:
-        raise SpecError(
-            f"{num_ranks} ranks for model.stages = {stages}, must be between 1 and {stages}: every rank "
-            "holds at least one stage. Give this cluster fewer devices, or the run more stages"
-        )
-    if not 0 <= rank < num_ranks:
-        raise SpecError(f"rank = {rank}, must be between 0 and {num_ranks - 1}")
-    return range(stages * rank // num_ranks, stages * (rank + 1) // num_ranks)
 
 
 def build_span(

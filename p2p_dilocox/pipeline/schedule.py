@@ -1,27 +1,41 @@
 """Microbatches through the ranks of a cluster, by the schedules of torch.distributed.pipelining.
 
-A rank is one stage to torch, even if it holds several of the run's. Shapes and dtypes between ranks are found
-out by torch from the first microbatch; so there is one schedule object per shape of batch.
+A chunk of the placement is a stage to torch. It finds out shapes and dtypes between ranks from the first
+microbatch; so there is one schedule object per shape of batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.nn import functional
 
-from p2p_dilocox.errors import SpecError
 from p2p_dilocox.pipeline.reading import NO_TOKEN
+from p2p_dilocox.placement import Placement
 
-__all__ = ["SCHEDULES", "Microbatches", "TokenLoss", "alone", "over_ranks"]
+__all__ = ["Microbatches", "TokenLoss", "alone", "over_ranks", "without_gradients"]
 
 Microbatches = Callable[[Tensor, Tensor, dict[str, Any]], Tensor | None]
 """(inputs int64 [B, T], targets int64 [B, T], what else every stage is called with, [B, ...] by name) -> loss
-per target of the batch, float32 [], on the last rank, else None."""
+per target of the batch, float32 [], at the last chunk, else None."""
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+_OF_ONE_CHUNK = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+_OF_SEVERAL = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TokenLoss:
@@ -56,38 +70,93 @@ def alone(module: nn.Module, microbatches: int, *, training: bool) -> Microbatch
 
 
 def over_ranks(
-    module: nn.Module,
+    modules: Mapping[int, nn.Module],
+    placement: Placement,
     microbatches: int,
-    rank: int,
-    num_ranks: int,
     device: torch.device,
     *,
     schedule: str,
-    training: bool,
 ) -> Microbatches:
-    """This rank's part of a pipeline over the default process group. Averages gradients over microbatches.
+    """This rank's part of a step over the default process group. Gradients are averaged over microbatches.
 
-    schedule: a name in SCHEDULES. It may be used for one shape of
-    inputs only, and all ranks must call it together.
+    modules: its chunks by number. schedule: of placement.SCHEDULES, one that `check_microbatches` lets pass.
+    The result may be used for one shape of inputs only, and all ranks must call it together.
     """
-    if training and schedule == "1f1b" and microbatches < num_ranks:
-        raise SpecError(
-            f"inner.microbatches = {microbatches}, must be at least {num_ranks}, the ranks of this cluster, "
-            'for schedule = "1f1b". Use more microbatches, fewer devices, or schedule = "gpipe"'
-        )
-    stage = PipelineStage(module, rank, num_ranks, device)
-    # An object of its own for evaluation: torch works out shapes anew whenever one object changes between the
-    # two.
-    kind = SCHEDULES[schedule] if training else ScheduleGPipe
+    stages = [PipelineStage(m, chunk, len(placement.chunks), device) for chunk, m in modules.items()]
     loss_of: list[TokenLoss] = []
-    order = kind(stage, microbatches, loss_fn=lambda logits, targets: loss_of[-1](logits, targets))
-    step = order.step if training else order.eval
+    # The loss is divided here: torch would divide gradients chunk by chunk, and a tied tensor that is in two
+    # chunks of this rank twice.
+    options: dict[str, Any] = {
+        "loss_fn": lambda logits, targets: loss_of[-1](logits, targets) / microbatches, "scale_grads": False,
+    }  # fmt: skip
+    order: Any
+    if schedule in _OF_ONE_CHUNK:
+        order = _OF_ONE_CHUNK[schedule](stages[0], microbatches, **options)
+    else:
+        order = _OF_SEVERAL[schedule](list(stages), microbatches, **options)
 
     def run(inputs: Tensor, targets: Tensor, beside: dict[str, Any]) -> Tensor | None:
         losses: list[Tensor] = []
         loss_of[:] = [TokenLoss(targets, microbatches)]
-        first = [inputs] if stage.is_first else []
-        step(*first, target=targets, losses=losses, return_outputs=False, **beside)
-        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+        first = [inputs] if 0 in modules else []
+        order.step(*first, target=targets, losses=losses, return_outputs=False, **beside)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     return run
+
+
+def without_gradients(
+    modules: Mapping[int, nn.Module], placement: Placement, microbatches: int, rank: int
+) -> Microbatches:
+    """As `over_ranks`, forward only: torch's schedules for several chunks have no such mode that fits all.
+
+    Each chunk takes all microbatches, then the next one does; what has been computed is on its way meanwhile.
+    """
+    last = len(placement.chunks) - 1
+    kinds: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of what enters each chunk
+
+    def run(inputs: Tensor, targets: Tensor, beside: dict[str, Any]) -> Tensor | None:
+        loss_of, loss = TokenLoss(targets, microbatches), None
+        kept: dict[int, Tensor] = {}  # for our next chunk
+        sent: list[tuple[dist.Work | None, Tensor]] = []
+        for chunk, module in modules.items():
+            before = placement.ranks[chunk - 1] if chunk > 0 else None
+            after = placement.ranks[chunk + 1] if chunk < last else None
+            values = [tensor.chunk(microbatches) for tensor in (inputs, targets, *beside.values())]
+            for number, (x, y, *others) in enumerate(zip(*values, strict=True)):
+                if before == rank:
+                    x = kept.pop(number)
+                elif before is not None:
+                    if chunk not in kinds:
+                        kinds[chunk] = _receive_kind(before, x.device)
+                    x = x.new_empty(kinds[chunk][0], dtype=kinds[chunk][1])
+                    dist.recv(x, before)
+                output = module(x, **dict(zip(beside, others, strict=True)))
+                if after == rank:
+                    kept[number] = output
+                elif after is not None:
+                    if chunk + 1 not in kinds:
+                        kinds[chunk + 1] = _send_kind(output, after)
+                    sent.append((dist.isend(output.contiguous(), after), output))
+                else:
+                    part = loss_of(output, y) / microbatches
+                    loss = part if loss is None else loss + part
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+        return loss
+
+    return run
+
+
+def _send_kind(tensor: Tensor, rank: int) -> tuple[torch.Size, torch.dtype]:
+    dist.send(torch.tensor([*tensor.shape, _DTYPES.index(tensor.dtype)], device=tensor.device), rank)
+    return tensor.shape, tensor.dtype
+
+
+def _receive_kind(rank: int, device: torch.device) -> tuple[torch.Size, torch.dtype]:
+    """Of a hidden state, [b, T, width]."""
+    header = torch.empty(4, dtype=torch.int64, device=device)
+    dist.recv(header, rank)
+    *shape, dtype = header.tolist()
+    return torch.Size(shape), _DTYPES[dtype]

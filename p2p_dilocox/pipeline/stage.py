@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from p2p_dilocox.errors import ClusterError
 from p2p_dilocox.pipeline.reading import NO_TOKEN, inputs_and_targets
-from p2p_dilocox.pipeline.schedule import Microbatches, alone, over_ranks
+from p2p_dilocox.pipeline.schedule import Microbatches, alone, over_ranks, without_gradients
 from p2p_dilocox.pipeline.span import Span
 from p2p_dilocox.pipeline.tied import tied_end
+from p2p_dilocox.placement import place
 from p2p_dilocox.settings import RunSpec
 from p2p_dilocox.tokenizer import end_of_document
 
@@ -43,31 +44,35 @@ class Pipeline:
     not answer raises ClusterError. The pipeline is of no use afterwards.
     """
 
-    def __init__(self, spec: RunSpec, span: Span, rank: int, num_ranks: int, device: torch.device) -> None:
-        """span: the stages of this rank; spans of the ranks follow one another."""
-        self.span = span
+    def __init__(
+        self, spec: RunSpec, spans: Sequence[Span], rank: int, num_ranks: int, device: torch.device
+    ) -> None:
+        """spans: the chunks of this rank by the placement of spec.inner.schedule, see `build_chunks`."""
+        self.spans = spans
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = device
         self.inner = spec.inner
-        self.num_parameters = span.num_parameters
+        self.num_parameters = spans[0].num_parameters
+        self._placement = place(spec.inner.schedule, spec.model.stages, num_ranks)
         self.parameters: dict[str, nn.Parameter] = {}
         """What this rank owns, under Hugging Face names, stage after stage, in the order of the model."""
         self.stage_of: dict[str, int] = {}
-        for stage, parameters in sorted(span.stage_parameters.items()):
-            self.parameters.update(parameters)
-            self.stage_of.update(dict.fromkeys(parameters, stage))
+        for span in spans:
+            for stage, parameters in sorted(span.stage_parameters.items()):
+                self.parameters.update(parameters)
+                self.stage_of.update(dict.fromkeys(parameters, stage))
         self.all_parameters = list(self.parameters.values())
         """What the inner optimizer updates: `parameters`, and the copy of a tied embedding."""
-        if span.tied_copy is not None:
-            self.all_parameters.append(span.tied_copy)
+        self.all_parameters += [span.tied_copy for span in spans if span.tied_copy is not None]
         bf16 = spec.inner.precision == "bf16" or (spec.inner.precision == "auto" and device.type == "cuda")
-        span.module.autocast_dtype = torch.bfloat16 if bf16 else None
-        span.module.checkpointing = spec.inner.checkpointing
         apart = spec.data.packing == "documents"
         self._document_end = end_of_document(spec.data.tokenizer) if apart else None
-        span.module.document_end = self._document_end
-        self._tied = tied_end(span, num_ranks)
+        for span in spans:
+            span.module.autocast_dtype = torch.bfloat16 if bf16 else None
+            span.module.checkpointing = spec.inner.checkpointing
+            span.module.document_end = self._document_end
+        self._tied = tied_end(spans, num_ranks)
         self._schedules: dict[tuple[torch.Size, bool], Microbatches] = {}
         self._loss: Tensor | None = None
 
@@ -81,7 +86,8 @@ class Pipeline:
         for parameter in self.all_parameters:
             parameter.grad = None
         with self._answered("a training step"):
-            self.span.module.stream = stream
+            for span in self.spans:
+                span.module.stream = stream
             self._loss = self._run(tokens, training=True)
             if self._tied:
                 self._tied.sum_grads_()
@@ -170,26 +176,24 @@ class Pipeline:
         key = (tokens.shape, training)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(training=training)
-        module, tokens = self.span.module.train(training), tokens.to(self.device, non_blocking=True)
+        for span in self.spans:
+            span.module.train(training)
+        tokens = tokens.to(self.device, non_blocking=True)
         inputs, targets = inputs_and_targets(tokens, self._document_end)
         beside = {"tokens": inputs} if self._document_end is not None else {}
-        if module.draws and training:
+        if self.spans[0].module.draws and training:
             beside["row"] = torch.arange(len(tokens), device=self.device)
         return self._schedules[key](inputs, targets, beside)
 
     def _schedule(self, *, training: bool) -> Microbatches:
-        module, microbatches = self.span.module, self.inner.microbatches
+        modules, microbatches = [span.module for span in self.spans], self.inner.microbatches
         if self.num_ranks == 1:
-            return alone(module, microbatches, training=training)
-        return over_ranks(
-            module,
-            microbatches,
-            self.rank,
-            self.num_ranks,
-            self.device,
-            schedule=self.inner.schedule,
-            training=training,
-        )
+            return alone(modules[0], microbatches, training=training)
+        chunks = dict(zip(self._placement.chunks_of(self.rank), modules, strict=True))
+        if not training:
+            return without_gradients(chunks, self._placement, microbatches, self.rank)
+        schedule = self.inner.schedule
+        return over_ranks(chunks, self._placement, microbatches, self.device, schedule=schedule)
 
     def _sum(self, values: Tensor) -> list[float]:
         """One all-reduce of float64 [n]. Its result has the same bits on every rank."""

@@ -4,6 +4,8 @@ Both ranks add up both gradients, in bits the same sum, and take the same optimi
 equal without being sent. The copy counts in no gradient norm and is never averaged or saved.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,11 +46,12 @@ class TiedEnd:
             dist.recv(value, self.other_rank)
 
 
-def tied_end(span: Span, num_ranks: int) -> TiedEnd | None:
-    """None where nothing has to be sent: no tied tensor, a middle span, or a span that holds both ends."""
-    if span.tied_name is None or span.is_first == span.is_last:
+def tied_end(spans: Sequence[Span], num_ranks: int) -> TiedEnd | None:
+    """spans: of a rank. None where nothing has to be sent: no tied tensor, neither end is here, or both."""
+    first, last = spans[0], spans[-1]
+    if first.tied_name is None or first.is_first == last.is_last:
         return None
-    if span.is_first:
-        return TiedEnd(span.stage_parameters[0][span.tied_name], num_ranks - 1, owns=True)
-    assert span.tied_copy is not None
-    return TiedEnd(span.tied_copy, 0, owns=False)
+    if first.is_first:
+        return TiedEnd(first.stage_parameters[0][first.tied_name], num_ranks - 1, owns=True)
+    assert last.tied_copy is not None
+    return TiedEnd(last.tied_copy, 0, owns=False)

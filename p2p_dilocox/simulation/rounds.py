@@ -20,7 +20,7 @@ from p2p_dilocox.swarm.messages import RankAddress, Ready
 
 __all__ = ["Averaged", "Member", "average"]
 
-_ANYWHERE = RankAddress(peer="simulated", maddrs=["simulated"], first_stage=0, last_stage=0)
+_ANYWHERE = RankAddress(peer="simulated", maddrs=["simulated"], stages=[0])
 
 
 @dataclass(frozen=True)

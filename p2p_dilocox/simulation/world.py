@@ -131,7 +131,7 @@ class _Cluster:
         config = config_from_spec(spec.model)
         cuts = cut_layers(config, spec.model.stages, spec.model.cut)
         span = build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=device)
-        pipeline = Pipeline(spec, span, 0, 1, device)
+        pipeline = Pipeline(spec, [span], 0, 1, device)
         outer = OuterState(spec, pipeline.parameters, span.embedding_names, genesis(self.world.digest))
         stage_of, layers = pipeline.stage_of, sum(map(len, cuts))
         self.names = {s: [n for n in stage_of if stage_of[n] == s] for s in range(len(cuts))}

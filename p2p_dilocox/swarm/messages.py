@@ -15,10 +15,10 @@ from p2p_dilocox.swarm.identity import SigningKey, cluster_id_of, is_signed_by
 __all__ = [
     "PROTOCOL", "Ask", "Call", "CallReply", "Decision", "Envelope", "Follow", "Message", "Opening", "Pass",
     "Presence", "RankAddress", "Ready", "Result", "StageDone", "Standing", "Vote", "Votes",
-    "open_sealed", "seal", "unpack",
+    "open_sealed", "peer_of_stage", "seal", "unpack",
 ]  # fmt: skip
 
-PROTOCOL = 2  # raised when two versions could not average together
+PROTOCOL = 3  # raised when two versions could not average together
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -48,16 +48,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RankAddress(Message, frozen=True, kw_only=True):
-    """A rank of a cluster: its libp2p peer, where to dial it, and the consecutive stages it holds [first,
-    last]."""
+    """A rank of a cluster: its libp2p peer, where to dial it, and the stages it holds."""
 
     peer: PeerName
     maddrs: Annotated[list[Maddr], msgspec.Meta(max_length=16)]
-    first_stage: Annotated[int, msgspec.Meta(ge=0, le=4096)]
-    last_stage: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    stages: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, lt=4096)]], msgspec.Meta(min_length=1, max_length=4096)
+    ]
 
 
 Ranks = Annotated[list[RankAddress], msgspec.Meta(min_length=1, max_length=512)]
+
+
+def peer_of_stage(ranks: list[RankAddress], stage: int) -> str | None:
+    """The libp2p peer that holds a stage of a cluster; None if none of its ranks says so."""
+    return next((rank.peer for rank in ranks if stage in rank.stages), None)
 
 
 class Presence(Message, frozen=True, kw_only=True):
@@ -107,7 +112,7 @@ class Ready(Message, frozen=True, kw_only=True):
     ranks: Ranks
 
     def peer_of_stage(self, stage: int) -> str | None:
-        return next((r.peer for r in self.ranks if r.first_stage <= stage <= r.last_stage), None)
+        return peer_of_stage(self.ranks, stage)
 
     @property
     def client(self) -> bool:

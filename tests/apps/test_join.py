@@ -182,7 +182,7 @@ def test_of_two_machines_with_one_identity_the_second_has_to_go(
 
 def test_the_status_of_a_run_is_json_whatever_a_cluster_says(endless_run: str) -> None:
     link, key = JoinLink.parse(endless_run), SigningKey.generate()
-    rank = RankAddress(peer=link.peers[0].split("/p2p/")[1], maddrs=[], first_stage=0, last_stage=1)
+    rank = RankAddress(peer=link.peers[0].split("/p2p/")[1], maddrs=[], stages=[0, 1])
     presence = Presence(
         cluster_id=key.cluster_id, name="nan", ranks=[rank], t=0, h=1, state="training", loss=math.nan,
         tokens_per_s=0.0, tokens=0,

@@ -133,7 +133,7 @@ class Member:
         self.service.traffic = self.meter
         self.address = RankAddress(
             peer=self.node.peer_id, maddrs=network.call(self.node.maddrs(), _NETWORK_S),
-            first_stage=config.stages[0], last_stage=config.stages[-1],
+            stages=list(config.stages),
         )  # fmt: skip
         self.lead: Lead | None = None
         self.rounds: Rounds

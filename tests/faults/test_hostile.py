@@ -136,7 +136,7 @@ class Stranger:
         self.node = self.network.call(starting, 30.0)
         self.gate = Gate(self.key, self.run_id, self.node.peer_id)
         maddrs = self.network.call(self.node.maddrs(), 10.0)
-        self.rank = RankAddress(peer=self.node.peer_id, maddrs=maddrs, first_stage=0, last_stage=0)
+        self.rank = RankAddress(peer=self.node.peer_id, maddrs=maddrs, stages=[0])
 
     def close(self) -> None:
         with contextlib.suppress(Exception):

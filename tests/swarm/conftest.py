@@ -121,9 +121,7 @@ class SwarmRank:
         )
         self.codec = codec_thread()
         maddrs = self.network.call(self.node.maddrs(), 10)
-        self.address = RankAddress(
-            peer=self.node.peer_id, maddrs=maddrs, first_stage=stages[0], last_stage=stages[-1]
-        )
+        self.address = RankAddress(peer=self.node.peer_id, maddrs=maddrs, stages=stages)
         self.rounds: Rounds
         self.pending: Round | None = None
         self.closed = False

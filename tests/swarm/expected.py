@@ -22,7 +22,7 @@ def plain_training(text: str, state: Path, cluster_id: str) -> dict[int, str]:
     config = config_from_spec(spec.model)
     cuts = cut_layers(config, spec.model.stages, spec.model.cut)
     pipeline = Pipeline(
-        spec, build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu), 0, 1, cpu
+        spec, [build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu)], 0, 1, cpu
     )
     inner = InnerOptimizer(pipeline.all_parameters, spec.inner, total_inner_steps(spec))
     batches = Batches(load_tokens(spec, state / "tokens"), spec, cluster_id)

@@ -20,7 +20,7 @@ PEER = "12D3KooWKrsNNSqV8PpeGJM2CTxwQKz67SJQLUCiTahKMhgKLqb9"
 
 
 def presence(key: SigningKey, name: str = "fine", peer: str = PEER) -> Presence:
-    address = RankAddress(peer=peer, maddrs=["/ip4/127.0.0.1/tcp/1"], first_stage=0, last_stage=0)
+    address = RankAddress(peer=peer, maddrs=["/ip4/127.0.0.1/tcp/1"], stages=[0])
     return Presence(
         cluster_id=key.cluster_id, name=name, ranks=[address], t=1, h=0, state="training", loss=1.0,
         tokens_per_s=1.0, tokens=1,

@@ -82,7 +82,7 @@ class Peer:
             "rank": 0, "num_ranks": 1, "device": "cpu", "threads": 1, "state_dir": str(self.state),
             "link": str(JoinLink("test", net.organiser.public, tuple(net.link[1]))), "rendezvous": "",
             "run_text": net.text, "name": name, "listen": "/ip4/127.0.0.1/tcp/0", "announce": None,
-            "client": False, "offload": False,
+            "client": False, "offload": False, "schedule": "1f1b", "microbatches": 2,
         }  # fmt: skip
         self.on_event: Callable[[Event], None] = lambda _event: None  # in the training loop's thread
         self.thread = threading.Thread(target=self._run, args=(run_rank, config), name=name)
@@ -240,12 +240,12 @@ def test_another_start_is_found_at_the_roll_call(
     swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], rank_module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Field report C8: one of three clusters has drawn its initial parameters from another seed."""
-    build = rank_module.build_span
+    build = rank_module.build_chunks
 
     def drawn(*args: Any, seed: int, **kwargs: Any) -> Any:
         return build(*args, seed=seed + (threading.current_thread().name == "other"), **kwargs)
 
-    monkeypatch.setattr(rank_module, "build_span", drawn)
+    monkeypatch.setattr(rank_module, "build_chunks", drawn)
     net = swarm(run_text(outer_steps=6, min_clusters=3, more="[compression]\nlowrank = 8\n"))
     peers = [join(net, name) for name in ("a", "b", "other")]
     with pytest.raises(DriftedError):

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from p2p_dilocox.errors import ClusterError
-from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers, stages_of_rank
+from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
+from p2p_dilocox.placement import place
 from p2p_dilocox.runspec import (
     Compression,
     Data,
@@ -62,12 +64,15 @@ MODELS: dict[str, dict[str, object]] = {
     "llama-tied": LLAMA | {"tie_word_embeddings": True},
     "gpt2-tied": GPT2,
     "gpt2": GPT2 | {"tie_word_embeddings": False},
+    "llama-5-tied": LLAMA | {"tie_word_embeddings": True, "num_hidden_layers": 5},
 }
 # Drops out, keeps documents apart, pads, and computes its layers again for the gradient.
 EVERYTHING = GPT2 | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
-def spec_of(model: str, stages: int, schedule: str = "1f1b", microbatches: int = 4) -> RunSpec:
+def spec_of(
+    model: str, stages: int, schedule: str = "1f1b", microbatches: int = 4, precision: str = "auto"
+) -> RunSpec:
     everything = model == "everything"
     return RunSpec(
         run=Run(id="test", seed=SEED, outer_steps=1),
@@ -81,6 +86,7 @@ def spec_of(model: str, stages: int, schedule: str = "1f1b", microbatches: int =
             lr=LR,
             clip_norm=CLIP_NORM,
             checkpointing=everything,
+            precision=precision,
         ),
         outer=Outer(lr=0.7, momentum=0.7),
         local=Local(),
@@ -100,6 +106,10 @@ def spec_of(model: str, stages: int, schedule: str = "1f1b", microbatches: int =
     )
 
 
+def name_of(case: Mapping[str, object]) -> str:
+    return "-".join(str(case[key]) for key in ("model", "stages", "schedule", "microbatches", "precision"))
+
+
 def batch_of(step: int, *, padded: bool = False) -> Tensor:
     """int64 [BATCH, TOKENS + 1], the same for everybody; with -1 behind the ends of shorter ones."""
     generator = torch.Generator().manual_seed(step)
@@ -111,10 +121,12 @@ def batch_of(step: int, *, padded: bool = False) -> Tensor:
 def pipeline_of(spec: RunSpec, rank: int, num_ranks: int) -> Pipeline:
     config = config_from_spec(spec.model)
     cuts = cut_layers(config, spec.model.stages, spec.model.cut)
-    mine = stages_of_rank(spec.model.stages, num_ranks, rank)
-    documents = spec.data.packing == "documents"
-    span = build_span(config, mine[0], mine[-1], cuts, seed=spec.run.seed, device=CPU, documents=documents)
-    return Pipeline(spec, span, rank, num_ranks, CPU)
+    placement, documents = (
+        place(spec.inner.schedule, spec.model.stages, num_ranks),
+        spec.data.packing == "documents",
+    )
+    spans = build_chunks(config, placement, rank, cuts, seed=spec.run.seed, device=CPU, documents=documents)
+    return Pipeline(spec, spans, rank, num_ranks, CPU)
 
 
 def train(pipeline: Pipeline, steps: int) -> tuple[dict[str, object], dict[str, Tensor]]:
@@ -123,7 +135,7 @@ def train(pipeline: Pipeline, steps: int) -> tuple[dict[str, object], dict[str, 
     losses, norms = [], []
     tensors: dict[str, Tensor] = {}
     for step in range(steps):
-        pipeline.forward_backward(batch_of(step, padded=pipeline.span.module.draws), f"step {step}")
+        pipeline.forward_backward(batch_of(step, padded=pipeline.spans[0].module.draws), f"step {step}")
         result = pipeline.clip_([1.0, pipeline.rank + 2.0**40])
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -136,8 +148,8 @@ def train(pipeline: Pipeline, steps: int) -> tuple[dict[str, object], dict[str, 
         optimizer.step()
     for name, parameter in pipeline.parameters.items():
         tensors[f"final:{name}"] = parameter.detach().clone()
-    if pipeline.span.tied_copy is not None:
-        tensors["copy"] = pipeline.span.tied_copy.detach().clone()
+    if (copy := pipeline.spans[-1].tied_copy) is not None:
+        tensors["copy"] = copy.detach().clone()
     evaluated = pipeline.evaluate([batch_of(100), batch_of(101)])
     return {"losses": losses, "norms": norms, "evaluated": evaluated}, tensors
 
@@ -152,10 +164,12 @@ def main(rank: int, num_ranks: int, directory: Path) -> None:
         timeout=datetime.timedelta(seconds=30),
     )
     for case in json.loads((directory / "cases.json").read_text()):
-        spec = spec_of(case["model"], case["stages"], case["schedule"])
+        spec = spec_of(
+            case["model"], case["stages"], case["schedule"], case["microbatches"], case["precision"]
+        )
         pipeline = pipeline_of(spec, rank, num_ranks)
         numbers, tensors = train(pipeline, case["steps"])
-        path = directory / f"{case['model']}-{case['stages']}-{case['schedule']}-rank{rank}"
+        path = directory / f"{name_of(case)}-rank{rank}"
         save_file(tensors, f"{path}.safetensors")
         Path(f"{path}.json").write_text(json.dumps(numbers))
 
@@ -168,7 +182,7 @@ def main(rank: int, num_ranks: int, directory: Path) -> None:
         for number, parameter in enumerate(pipeline.all_parameters):
             parameter.fill_(rank + 0.25 * number)
     pipeline.sync_tied_()
-    copy = pipeline.span.tied_copy
+    copy = pipeline.spans[-1].tied_copy
     if copy is not None:
         assert torch.equal(copy, torch.zeros_like(copy)), "the owner is parameter 0 of rank 0"
 

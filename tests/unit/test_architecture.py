@@ -22,6 +22,7 @@ WORDS = {
     "lineage",
     "model_config",
     "overlap",
+    "placement",
     "recipe",
     "runspec",
     "selection",

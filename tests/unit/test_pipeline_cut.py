@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from p2p_dilocox.errors import ModelError, SpecError
-from p2p_dilocox.pipeline import Span, build_span, config_from_spec, cut_layers, stages_of_rank
+from p2p_dilocox.pipeline import Span, build_span, config_from_spec, cut_layers
 from p2p_dilocox.pipeline.cut import _balanced_borders
 from p2p_dilocox.pipeline.skeleton import documents_apart, read_skeleton
 from p2p_dilocox.settings import Model
@@ -150,17 +150,6 @@ def test_stages_without_a_layer_are_refused(stages: int) -> None:
 def test_a_cut_that_does_not_add_up_is_refused(cut: tuple[int, ...]) -> None:
     with pytest.raises(SpecError, match="must be 3 numbers"):
         cut_layers(config_of(LLAMA), 3, cut)
-
-
-def test_ranks_share_stages_evenly_and_in_order() -> None:
-    for stages in range(1, 9):
-        for num_ranks in range(1, stages + 1):
-            shares = [stages_of_rank(stages, num_ranks, rank) for rank in range(num_ranks)]
-            assert [stage for share in shares for stage in share] == list(range(stages))
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    for num_ranks, rank in ((0, 0), (4, 0), (2, 2), (2, -1)):
-        with pytest.raises(SpecError):
-            stages_of_rank(3, num_ranks, rank)
 
 
 def test_a_middle_stage_holds_its_own_layers_only() -> None:

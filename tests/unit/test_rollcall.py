@@ -31,7 +31,7 @@ def ready(
     without: Sequence[str] = (),
     fingerprint: Sequence[float] = (),
 ) -> bytes:
-    address = RankAddress(peer=PEER, maddrs=[], first_stage=0, last_stage=0)
+    address = RankAddress(peer=PEER, maddrs=[], stages=[0])
     message = Ready(
         protocol=protocol, spec=spec, cluster_id=key.cluster_id, name="c", t=t, attempt=0, lineage=lineage,
         weight=weight, norm=norm, without=list(without), fingerprint=list(fingerprint),
