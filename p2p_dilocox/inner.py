@@ -4,15 +4,19 @@ learning rate that depends on the inner step's number only.
 So all clusters train at the same rate in the same outer step, however late one has joined (field report C9).
 """
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from p2p_dilocox.errors import SpecError, StateError
 from p2p_dilocox.runspec import Inner
 
-__all__ = ["InnerOptimizer", "learning_rate"]
+__all__ = ["InnerOptimizer", "check_bits", "learning_rate"]
 
 
 def learning_rate(inner: Inner, step: int, total_steps: int) -> float:
@@ -28,25 +32,29 @@ def learning_rate(inner: Inner, step: int, total_steps: int) -> float:
 
 
 class InnerOptimizer:
-    """torch.optim.AdamW over a rank's parameters; vectors are
-    not decayed. Outer steps leave its state alone."""
+    """AdamW over a rank's parameters; vectors are not decayed. Outer steps leave its state alone."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], inner: Inner, total_steps: int) -> None:
-        self._inner, self._total_steps = inner, total_steps
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], inner: Inner, total_steps: int, *, bits: int = 32
+    ) -> None:
+        """bits: of each moment. 32: torch.optim.AdamW. 8: bitsandbytes (arXiv 2110.02861), in blocks of 256
+        values; parameters of less than 4096 values keep 32. Raises SpecError if it is not installed."""
+        self._inner, self._total_steps, self._bits = inner, total_steps, bits
         self._parameters = list(parameters)
         groups = [
             {"params": [p for p in self._parameters if p.dim() >= 2], "weight_decay": inner.weight_decay},
             {"params": [p for p in self._parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
+        groups = [group for group in groups if group["params"]]
         # On a GPU the unfused step holds one more copy of all parameters for a moment.
-        self._fused = all(p.is_cuda for p in self._parameters)
-        self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=inner.lr,
-            betas=inner.betas,
-            eps=inner.eps,
-            fused=self._fused,
-        )
+        self._fused = bits == 32 and all(p.is_cuda for p in self._parameters)
+        options: dict[str, Any] = {"lr": inner.lr, "betas": inner.betas, "eps": inner.eps}
+        self._adamw: torch.optim.Optimizer
+        if bits == 32:
+            self._adamw = torch.optim.AdamW(groups, **options, fused=self._fused)
+        else:
+            check_bits(bits)
+            self._adamw = importlib.import_module("bitsandbytes.optim").AdamW8bit(groups, **options)
 
     def step(self, number: int) -> float:
         """Inner step `number` of the whole run, 0-based. Returns the learning rate it took."""
@@ -57,16 +65,35 @@ class InnerOptimizer:
         return lr
 
     def state(self) -> dict[str, Tensor]:
-        """exp_avg, exp_avg_sq and step of every parameter, by position; empty before the first step."""
-        return {
-            f"{index}/{key}": torch.as_tensor(value)
+        """The moments and the step of every parameter, by position; empty before the first step."""
+        return {  # copies of the code table, which all parameters share: safetensors refuses shared memory
+            f"{index}/{key}": value.clone() if key.startswith("qmap") else torch.as_tensor(value)
             for index, parameter in enumerate(self._parameters)
             for key, value in self._adamw.state.get(parameter, {}).items()
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Raises StateError if it is of an optimizer with other bits."""
+        saved_bits = 32 if not state or any(name.endswith("/exp_avg") for name in state) else 8
+        if state and saved_bits != self._bits:
+            raise StateError(
+                f"AdamW's moments are of {saved_bits} bits in the checkpoint, of {self._bits} here. Use "
+                f"--adamw-bits {saved_bits}, or another --state-dir, which starts from the others' state."
+            )
         for name, value in state.items():
             index, key = name.split("/")
             parameter = self._parameters[int(index)]
+            if key == "step" and self._bits == 8:
+                self._adamw.state[parameter][key] = int(value)
+                continue
             where = value.device if key == "step" and not self._fused else parameter.device
             self._adamw.state[parameter][key] = value.to(where).clone()
+
+
+def check_bits(bits: int) -> None:
+    """SpecError if what AdamW needs for moments of so many bits is not installed. Loads nothing."""
+    if bits == 8 and importlib.util.find_spec("bitsandbytes") is None:
+        raise SpecError(
+            "AdamW in 8 bits needs bitsandbytes, which is not installed. Add it with pip install "
+            "'p2p-dilocox[adamw8bit]', or leave out --adamw-bits 8."
+        )

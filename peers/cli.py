@@ -86,6 +86,11 @@ def check_history(files: tuple[Path, ...], as_json: bool) -> None:
     help="Pieces of a batch in the pipeline. Default: the run's.",
 )
 @click.option(
+    "--adamw-bits",
+    type=click.Choice(["8", "32"]),
+    help="Of AdamW's moments; 8 needs bitsandbytes. Default: 32.",
+)
+@click.option(
     "--offload", is_flag=True, help="Keep the outer optimizer's state in main memory, not on a GPU."
 )
 @click.option(
@@ -103,6 +108,7 @@ def join(
     threads: int | None,
     schedule: str | None,
     microbatches: int | None,
+    adamw_bits: str | None,
     offload: bool,
     profile: str | None,
 ) -> None:
@@ -112,7 +118,7 @@ def join(
     options = JoinOptions(
         link=read_link(link, link_file), state_dir=state_dir, name=name, listen=listen, announce=announce,
         client=client, devices=devices, threads=threads, schedule=schedule, microbatches=microbatches,
-        offload=offload, profile=profile,
+        adamw_bits=int(adamw_bits) if adamw_bits else None, offload=offload, profile=profile,
     )  # fmt: skip
     raise SystemExit(join_run(options))
 

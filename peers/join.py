@@ -42,6 +42,7 @@ class JoinOptions:
     client: bool = False
     schedule: str | None = None
     microbatches: int | None = None
+    adamw_bits: int | None = None
     offload: bool = False
 
 
@@ -78,6 +79,7 @@ def join_run(options: JoinOptions) -> int:
     with locked_state_dir(options.state_dir or Path.home() / ".dilocox" / link.run_id) as state:
         # These load hivemind and torch, which takes seconds. A mistake above shows before.
         from p2p_dilocox.data.text import source_files
+        from p2p_dilocox.inner import check_bits
         from p2p_dilocox.swarm.identity import SigningKey
 
         from .visit import fetch_spec
@@ -90,6 +92,8 @@ def join_run(options: JoinOptions) -> int:
         devices = parse_devices(wanted_devices, spec.model.stages)
         schedule = options.schedule or profile.schedule or spec.inner.schedule
         microbatches = options.microbatches or profile.microbatches or spec.inner.microbatches
+        adamw_bits = options.adamw_bits or profile.adamw_bits
+        check_bits(adamw_bits)
         place(schedule, spec.model.stages, len(devices))
         check_microbatches(schedule, len(devices), microbatches, spec.inner.batch_size)
         check_shared_memory(devices)
@@ -110,6 +114,7 @@ def join_run(options: JoinOptions) -> int:
                 "client": options.client,
                 "schedule": schedule,
                 "microbatches": microbatches,
+                "adamw_bits": adamw_bits,
                 "offload": options.offload or profile.offload,
             }
             for rank, device in enumerate(devices)

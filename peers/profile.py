@@ -26,6 +26,8 @@ class Profile:
     """Order of microbatches, of placement.SCHEDULES; None: the run's inner.schedule."""
     microbatches: int | None = None
     """Pieces of a batch; None: the run's inner.microbatches."""
+    adamw_bits: int = 32
+    """Of AdamW's two moments: 32 or 8."""
     offload: bool = False
     """Keep anchor, outer momentum and error buffers in main memory instead of on a GPU."""
 
@@ -45,7 +47,7 @@ def load_profile(name: str) -> Profile:
         raise SpecError(f"{path} is not TOML: {error}") from error
     types = {
         "devices": str, "threads": int, "listen": str, "announce": str, "schedule": str, "microbatches": int,
-        "offload": bool,
+        "adamw_bits": int, "offload": bool,
     }  # fmt: skip
     assert set(types) == {field.name for field in fields(Profile)}
     for key, value in values.items():
@@ -56,6 +58,8 @@ def load_profile(name: str) -> Profile:
     for key in ("threads", "microbatches"):
         if values.get(key, 1) < 1:
             raise SpecError(f"{path}: {key} = {values[key]}, must be at least 1.")
+    if values.get("adamw_bits", 32) not in (8, 32):
+        raise SpecError(f"{path}: adamw_bits = {values['adamw_bits']}, must be 8 or 32.")
     if values.get("schedule", SCHEDULES[0]) not in SCHEDULES:
         raise SpecError(f"{path}: schedule = {values['schedule']!r}, must be one of {', '.join(SCHEDULES)}.")
     return Profile(**values)

@@ -210,7 +210,9 @@ def _build(
     stack.callback(history.close)
     rank = Rank(
         index=index, cluster_id=key.cluster_id, pipeline=pipeline,
-        inner=InnerOptimizer(pipeline.all_parameters, spec.inner, total_inner_steps(spec)),
+        inner=InnerOptimizer(
+            pipeline.all_parameters, spec.inner, total_inner_steps(spec), bits=config["adamw_bits"]
+        ),
         outer=outer, rounds=rounds, batches=batches, progress=progress, history=history,
         checkpoints=CheckpointStore(state / "checkpoints", digest, spec.checkpoint.keep),
         local=build_local_outer(spec.local, pipeline.parameters),

@@ -49,8 +49,8 @@ def test_the_options_of_every_command_are_frozen() -> None:
         "demo": "--clusters --out --run",
         "export": "out state_dir",
         "id": "--state-dir",
-        "join": "--announce --client --cluster --devices --link-file --listen --microbatches --name "
-        "--offload --schedule --state-dir --threads link",
+        "join": "--adamw-bits --announce --client --cluster --devices --link-file --listen --microbatches "
+        "--name --offload --schedule --state-dir --threads link",
         "leave": "--now --state-dir",
         "pause": "--now --state-dir",
         "plot": "--out state_dirs",
