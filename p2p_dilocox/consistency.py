@@ -110,6 +110,8 @@ def _packing(spec: RunSpec) -> Iterator[Finding]:
 def _one_model(spec: RunSpec) -> Iterator[Finding]:
     if spec.model.config and spec.model.path:
         yield "model.path", "must be left out if there is a [model.config]"
+    if spec.model.start == "weights" and not spec.model.path:
+        yield "model.start", 'must be "seed" without a model.path: there are no weights to read'
     if not spec.model.config and not spec.model.path:
         yield "model.config", 'must be set (or model.path), for example { model_type = "llama", ... }'
 
@@ -177,7 +179,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...
     (("compression.bits", "compression.strong_bits"), _strong_bits),
     (("data.source", "data.paths", "data.name", "data.subset"), _source),
     (("data.packing", "data.tokenizer", "data.seq_len"), _packing),
-    (("model.config", "model.path"), _one_model),
+    (("model.config", "model.path", "model.start"), _one_model),
     (("model.config", "model.path", "model.stages", "model.cut", "data.seq_len", "data.tokenizer"), _model),
 )
 """What each rule reads, and the rule. A rule runs if everything it reads is right by itself."""
@@ -204,7 +206,12 @@ def warnings_for(spec: RunSpec) -> list[str]:
             f"model.path = {json.dumps(spec.model.path)} has no config.json on this machine: stages, cut, "
             "seq_len and tokenizer were not checked against the model"
         )
-    elif spec.data.tokenizer != EMBEDDED_TOKENIZER:
+    elif spec.model.path and spec.model.start == "seed" and any(Path(spec.model.path).glob("*.safetensors")):
+        found.append(
+            f"model.path = {json.dumps(spec.model.path)} has weights, which are not read: the run starts "
+            'from drawn parameters. To go on from the weights set model.start = "weights"'
+        )
+    if spec.data.tokenizer != EMBEDDED_TOKENIZER:
         try:
             vocabulary_size(spec.data.tokenizer)
         except DataError as error:

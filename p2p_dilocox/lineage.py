@@ -10,9 +10,13 @@ from collections.abc import Iterable, Mapping
 __all__ = ["combined_digest", "genesis", "next_lineage", "part_digest", "round_digest"]
 
 
-def genesis(spec_digest: str) -> str:
-    """Lineage before the first outer step: theta_0 follows from the run spec alone."""
-    return hashlib.sha256(b"genesis\0" + bytes.fromhex(spec_digest)).hexdigest()
+def genesis(spec_digest: str, weights: str = "") -> str:
+    """Lineage before the first outer step: theta_0 follows from the run spec, or from weights that were read.
+
+    weights: digest of theta_0 over all stages, if it was read from a checkpoint.
+    """
+    start = b"genesis\0" + bytes.fromhex(spec_digest) + bytes.fromhex(weights)
+    return hashlib.sha256(start).hexdigest()
 
 
 def round_digest(chunks: Iterable[bytes]) -> str:

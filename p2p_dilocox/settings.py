@@ -88,6 +88,9 @@ class Model:
 
     config: Annotated[dict[str, Any], "Hugging Face config, with model_type"] = field(default_factory=dict)
     path: Annotated[str, printable, "directory with a config.json, on every cluster"] = ""
+    start: Annotated[
+        str, one_of("seed", "weights"), "first parameters: drawn, or read from the safetensors of model.path"
+    ] = "seed"
     stages: Annotated[int, between(1, 4096), "contiguous slices of layers, the same for all clusters"] = 1
     cut: Annotated[
         tuple[int, ...],

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import datetime
+import json
 import logging
 import threading
 import time
@@ -30,7 +31,7 @@ from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
 from p2p_dilocox.events import Event, Finished, Phase, Warned
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer
-from p2p_dilocox.lineage import genesis
+from p2p_dilocox.lineage import combined_digest, genesis
 from p2p_dilocox.local_outer import build_local_outer
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
@@ -139,10 +140,12 @@ def _build(
     model_config = config_from_spec(spec.model)
     cuts = cut_layers(model_config, spec.model.stages, spec.model.cut)
     placement = place(spec.inner.schedule, spec.model.stages, num_ranks)
-    held, documents = placement.stages_of(index), spec.data.packing == "documents"
+    held = placement.stages_of(index)
     spans = build_chunks(
-        model_config, placement, index, cuts, seed=spec.run.seed, device=device, documents=documents
-    )
+        model_config, placement, index, cuts, seed=spec.run.seed, device=device,
+        documents=spec.data.packing == "documents",
+        weights=Path(spec.model.path) if spec.model.start == "weights" else None,
+    )  # fmt: skip
     pipeline = Pipeline(spec, spans, index, num_ranks, device)
     if index == 0:
         load_tokens(spec, state / "tokens")  # encodes the text; the other ranks find it in the cache
@@ -153,6 +156,10 @@ def _build(
     dense = spans[0].embedding_names
     offload = config["offload"] and device.type != "cpu"  # on a CPU all is in main memory anyway
     outer = OuterState(spec, pipeline.parameters, dense, genesis(digest), offload=offload)
+    if spec.model.start == "weights":
+        digests = pipeline.gather(json.dumps({s: outer.digest(names[s]) for s in held}).encode())
+        whole = {int(s): d for of_rank in digests for s, d in json.loads(of_rank).items()}
+        outer.lineage = genesis(digest, combined_digest(whole))
     layouts = {s: StageLayouts(outer, names[s], dense, sum(map(len, cuts))) for s in held}
     lock, progress, codec = threading.Lock(), Progress(lineage=outer.lineage), codec_thread()
     stack.callback(codec.shutdown, wait=False, cancel_futures=True)

@@ -1,11 +1,16 @@
 """A run spec on one screen, for people who decide whether to host or to join."""
 
+from pathlib import Path
+
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from p2p_dilocox.data.text import source_files
 from p2p_dilocox.errors import DataError
+from p2p_dilocox.pipeline import config_from_spec, cut_layers
+from p2p_dilocox.pipeline.load import find_weights
+from p2p_dilocox.pipeline.skeleton import read_skeleton
 from p2p_dilocox.runspec import RunSpec, total_inner_steps, warnings_for
 from p2p_dilocox.traffic import fp16_bytes, model_tensors, round_bytes
 
@@ -25,10 +30,11 @@ def spec_summary(spec: RunSpec) -> Group:
     if lowrank and compression.strong_bits > compression.bits and compression.strong_fraction:
         lowrank += f"the strongest {compression.strong_fraction:.4g} in {compression.strong_bits} bits, "
     model = f"{spec.model.config.get('model_type', 'from ' + spec.model.path)} in {spec.model.stages} stages"
-    traffic = "not known without the model"
-    if spec.model.config or not any(warning.startswith("model.path") for warning in warnings):
+    traffic = cut = start = "not known without the model"
+    if spec.model.config or (Path(spec.model.path) / "config.json").is_file():
         tensors = model_tensors(spec)  # runs the model once, without values
         model += f", {tensors.num_parameters:,} parameters"
+        cut, start = _cut_text(spec), _start_text(spec)
         traffic = (
             f"{bytes_text(round_bytes(spec, tensors, 2))} per outer step from each of two clusters "
             f"(fp16: {bytes_text(fp16_bytes(tensors.num_parameters, 2))})"
@@ -37,6 +43,8 @@ def spec_summary(spec: RunSpec) -> Group:
         "run": f"{run.id}, recipe {run.recipe}, {run.outer_steps} outer steps, "
         f"at least {run.min_clusters} clusters",
         "model": model,
+        "cut": cut,
+        "start": start,
         "data": f"{data.source}, sequences of {data.seq_len} tokens, {tokens:,} tokens per cluster",
         "inner": f"H {inner.H}, batch {inner.batch_size} in {inner.microbatches} microbatches, "
         f"lr {inner.lr:g}",
@@ -48,6 +56,26 @@ def spec_summary(spec: RunSpec) -> Group:
     for subject, text in rows.items():
         table.add_row(subject, text)
     return Group(table, *(Text(f"warning: {warning}", "yellow") for warning in warnings))
+
+
+def _cut_text(spec: RunSpec) -> str:
+    config = config_from_spec(spec.model)
+    skeleton, parts = read_skeleton(config), []
+    for layers in cut_layers(config, spec.model.stages, spec.model.cut):
+        memory, work = (
+            sum(costs[layers.start : layers.stop]) / sum(costs)
+            for costs in (skeleton.sizes(), skeleton.work())
+        )
+        which = f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}"
+        parts.append(f"{which}: {memory:.0%} of memory, {work:.0%} of work")
+    return "; ".join(parts)
+
+
+def _start_text(spec: RunSpec) -> str:
+    if spec.model.start == "seed":
+        return f"parameters drawn with seed {spec.run.seed}"
+    weights = find_weights(Path(spec.model.path), read_skeleton(config_from_spec(spec.model)))
+    return f"{len(weights.files)} tensors in {len(set(weights.files.values()))} files of {spec.model.path}"
 
 
 def _data_warnings(spec: RunSpec) -> list[str]:

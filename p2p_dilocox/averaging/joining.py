@@ -54,6 +54,14 @@ async def make_plan(company: Company, outer: OuterState, min_clusters: int) -> P
         ahead = standing.committed_t > outer.t
         if ahead or outranks((votes[furthest], standing.committed_t), (len(outer.members), outer.t)):
             return Plan(action="download", donor=company.ranks_of(best), standing=standing, detail=best)
+    others = [c for c in standings if standings[c].committed_t == 0 and standings[c].lineage != outer.lineage]
+    if outer.t == 0 and 2 * len(others) > len(standings):  # half of all, ourselves included, or more
+        where = ", ".join(sorted(others)[:3])
+        return Plan(
+            action="refused",
+            detail=f"model.path has other weights here than on {where}: these clusters would train different "
+            "models. Compare the files with the organiser's",
+        )
     present = 1 + len(standings)
     if present < min_clusters and outer.t == 0:
         return Plan(action="wait", detail=f"{present}/{min_clusters} clusters")

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, core_model_loading
 
 from p2p_dilocox.errors import StateError
 from p2p_dilocox.pipeline.skeleton import Skeleton, read_skeleton
@@ -68,7 +68,7 @@ def _write_directory(
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        dtype = _write_shards(shards, missing, copies, partial)
+        dtype = _write_shards(skeleton.model, shards, missing, copies, partial)
         exported = copy.deepcopy(config)
         exported.architectures = [type(skeleton.model).__name__]
         exported.dtype = dtype
@@ -84,6 +84,7 @@ def _write_directory(
 
 
 def _write_shards(
+    model: PreTrainedModel,
     shards: Iterable[tuple[int, dict[str, Tensor]]],
     missing: dict[str, tuple[int, ...]],
     copies: set[str],
@@ -97,10 +98,8 @@ def _write_shards(
     for stage, given in shards:
         if stage in files:
             raise StateError(f"stage {stage} was given twice to the export")
-        tensors = {
-            name: tensor.detach().cpu().contiguous() for name, tensor in given.items() if name not in copies
-        }
-        for name, tensor in tensors.items():
+        ours = {name: tensor.detach().cpu() for name, tensor in given.items() if name not in copies}
+        for name, tensor in ours.items():
             if name not in missing:
                 raise StateError(
                     f"stage {stage} brings {name}, which this model does not have or another stage brought"
@@ -109,6 +108,10 @@ def _write_shards(
                 raise StateError(
                     f"{name} of stage {stage} has the shape {tuple(tensor.shape)}, must be {shape}"
                 )
+        # The names and layouts that are published for this family, which all programs read.
+        reverted = core_model_loading.revert_weight_conversion(model, ours)
+        tensors = {name: tensor.contiguous() for name, tensor in reverted.items()}
+        for name, tensor in tensors.items():
             stage_of[name] = stage
             total_bytes += tensor.nbytes
             total_parameters += tensor.numel()

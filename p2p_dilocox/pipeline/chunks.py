@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,11 +24,13 @@ def build_chunks(
     seed: int,
     device: torch.device,
     documents: bool = False,
+    weights: Path | None = None,
 ) -> list[Span]:
     """What a rank holds, chunk after chunk; arguments and errors as `build_span`."""
     held = [placement.chunks[chunk] for chunk in placement.chunks_of(rank)]
     spans = [
-        build_span(config, c[0], c[-1], cuts, seed=seed, device=device, documents=documents) for c in held
+        build_span(config, c[0], c[-1], cuts, seed=seed, device=device, documents=documents, weights=weights)
+        for c in held
     ]
     first, last = spans[0], spans[-1]
     if first.is_first and last.tied_copy is not None:

@@ -7,6 +7,7 @@ layer types come out as in the whole model. One tensor crosses a boundary: the h
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig
 from p2p_dilocox.errors import SpecError
 from p2p_dilocox.model_config import draws_random_numbers
 from p2p_dilocox.pipeline.init import fill_
+from p2p_dilocox.pipeline.load import find_weights
 from p2p_dilocox.pipeline.skeleton import Skeleton, documents_apart, parent_of, read_skeleton
 from p2p_dilocox.pipeline.span import Entry, PassThrough, Span, SpanModule, Zero
 
@@ -87,14 +89,17 @@ def build_span(
     seed: int,
     device: torch.device,
     documents: bool = False,
+    weights: Path | None = None,
 ) -> Span:
     """Stages first_stage to last_stage (included) with their initial parameters, float32 on `device`.
 
-    cuts: what `cut_layers` returned. documents: the documents of a sequence will be kept apart. The whole
-    model exists on the meta device only. Raises ModelError, SpecError.
+    cuts: what `cut_layers` returned. documents: the documents of a sequence will be kept apart. weights: a
+    checkpoint to read the parameters from; None: they are drawn. The whole model exists on the meta device
+    only, where a checkpoint is looked through but not read. Raises ModelError, SpecError.
     """
     skeleton = read_skeleton(config)
     documents_by = documents_apart(skeleton) if documents else ""
+    found = find_weights(weights, skeleton) if weights is not None else None
     num_parameters, embedding_names = skeleton.num_parameters, skeleton.embedding_names()
     layers = skeleton.layer_list()
     if not 0 <= first_stage <= last_stage < len(cuts) or cuts[-1].stop != len(layers):
@@ -124,6 +129,10 @@ def build_span(
         shared = source.get_parameter(owner_name.rpartition(".")[2])
         _set_parameter(model, copy_name, shared)
         tied_copy = None if is_first else shared
+    stage_parameters = _by_stage(skeleton, cuts, stages, tied_copy)
+    if found is not None and device.type != "meta":
+        held = {name: p for parameters in stage_parameters.values() for name, p in parameters.items()}
+        found.read_into(held if tied_copy is None else held | {owner_name: tied_copy}, model)
     return Span(
         module=SpanModule(
             model,
@@ -133,7 +142,7 @@ def build_span(
             draws=draws_random_numbers(config),
             documents=documents_by,
         ),
-        stage_parameters=_by_stage(skeleton, cuts, stages, tied_copy),
+        stage_parameters=stage_parameters,
         stages=stages,
         num_stages=len(cuts),
         num_parameters=num_parameters,

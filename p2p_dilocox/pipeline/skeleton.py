@@ -100,6 +100,10 @@ def read_skeleton(config: PretrainedConfig) -> Skeleton:
     model = _model_on_meta(config)
     layers = _layers_name(model)
     watch = _Watch(model, layers)
+    if kept := model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        raise watch.refusal(
+            f"it keeps {min(kept)} beside its parameters, which nothing would average or save"
+        )
     _forward(model, watch)
     return Skeleton(
         model=model,

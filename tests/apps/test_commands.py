@@ -9,9 +9,12 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM
 
 from p2p_dilocox import errors
+from p2p_dilocox.model_config import load_model_config
 from p2p_dilocox.program import Program
+from p2p_dilocox.runspec import parse_run
 
 from .conftest import LOOPBACK, RUN, command
 
@@ -103,6 +106,8 @@ def test_validate_shows_the_run_on_one_screen(run_file: Path) -> None:
         "39.7 kB per outer step",
         "tiny, recipe dilocox, 3 outer steps",
         "llama in 2 stages",
+        "layer 0: 50% of memory, 12% of work; layer 1: 50% of memory, 88% of work",
+        "parameters drawn with seed",
         "H 2",
         "lowrank 4, the strongest 0.125 in 8 bits, 4 bits",
     ):
@@ -118,6 +123,24 @@ def test_validate_builds_the_model_and_looks_for_the_data(run_file: Path) -> Non
     result = peer("validate", run_file)
     assert result.exit_code == 0
     assert "warning: data.paths: no-such.txt does not exist" in result.output
+
+
+def test_validate_looks_through_the_weights_that_a_run_starts_from(run_file: Path, tmp_path: Path) -> None:
+    model = parse_run(run_file.read_text()).model
+    load_model_config(model).save_pretrained(tmp_path / "model")
+    head, _, rest = run_file.read_text().partition("[model.config]")
+    path, tail = f'path = "{tmp_path / "model"}"\n', rest[rest.index("[data]") :]
+    run_file.write_text(f'{head}{path}start = "weights"\n{tail}')
+    result = peer("validate", run_file)
+    assert result.exit_code == 6 and "neither model.safetensors nor" in result.stderr
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"")
+    assert "are pickled (.bin)" in peer("validate", run_file).stderr
+    AutoModelForCausalLM.from_config(load_model_config(model)).save_pretrained(tmp_path / "model")
+    assert f"tensors in 1 files of {tmp_path}" in " ".join(peer("validate", run_file).output.split())
+    run_file.write_text(f"{head}{path}{tail}")
+    result = peer("validate", run_file)
+    assert result.exit_code == 0
+    assert "has weights, which are not read" in " ".join(result.output.split())
 
 
 def test_validate_names_every_mistake_with_its_line(run_file: Path) -> None:

@@ -3,6 +3,7 @@
 B: sequences of a batch   T: tokens of a sequence that predict the next one
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,12 +76,19 @@ class Chain(nn.Module):
     """The stages of a model one after the other, each a span of its own, as ranks would hold them."""
 
     def __init__(
-        self, config: PretrainedConfig, stages: int, *, seed: int = 5, documents: bool = False
+        self,
+        config: PretrainedConfig,
+        stages: int,
+        *,
+        seed: int = 5,
+        documents: bool = False,
+        weights: Path | None = None,
     ) -> None:
         super().__init__()
         cuts = cut_layers(config, stages)
         self.spans: list[Span] = [
-            build_span(config, j, j, cuts, seed=seed, device=CPU, documents=documents) for j in range(stages)
+            build_span(config, j, j, cuts, seed=seed, device=CPU, documents=documents, weights=weights)
+            for j in range(stages)
         ]
         self.modules_of_spans = nn.ModuleList(span.module for span in self.spans)
         self.document_end = END if documents else None

@@ -138,6 +138,7 @@ ONE_KEY = [
         "[model.config] cannot be used: llama has no 'vocab_sizes', did you mean 'vocab_size'?",
     ),
     ("hidden_size = 64", "hidden_size = 65", 8, "The hidden size (65) is not a multiple"),
+    ("stages = 2", 'stages = 2\nstart = "weights"', 7, 'start = "weights", must be "seed" without a'),
     ("seq_len = 32", 'seq_len = 32\npacking = "dense"', 20, "must be one of stream, documents, padded"),
     ("seq_len = 32", 'seq_len = 1\npacking = "padded"', 19, "must be at least 2 with data.packing"),
     ("hidden_size = 64", 'hidden_size = "a"', 8, "Field 'hidden_size' expected int, got str"),
