@@ -2,14 +2,15 @@
 
 import errno
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from p2p_dilocox.errors import DilocoxError
+from p2p_dilocox.errors import DilocoxError, SpecError
 
-__all__ = ["DirectoryName", "Program", "printable"]
+__all__ = ["DirectoryName", "Program", "Quantity", "printable"]
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -47,6 +48,19 @@ class DirectoryName(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(value, param, ctx) if value else self.fail("the name is empty.", param, ctx)
+
+
+class Quantity(click.ParamType[float]):
+    """A number with a unit. parse raises SpecError, whose sentence is what the user sees."""
+
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return self._parse(str(value))
+        except SpecError as error:
+            return self.fail(str(error), param, ctx)
 
 
 def printable(text: str, limit: int = 200) -> str:

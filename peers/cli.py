@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from p2p_dilocox.placement import SCHEDULES
-from p2p_dilocox.program import DirectoryName, Program
+from p2p_dilocox.plan.units import parse_bits_per_s, parse_bytes, parse_count, parse_flops
+from p2p_dilocox.program import DirectoryName, Program, Quantity
 
 # Commands import what they need when they run: torch and hivemind take seconds, --help should not.
 
@@ -30,6 +32,41 @@ def validate(run_file: Path) -> None:
     from .view import console
 
     console().print(spec_summary(load_run_file(run_file)))
+
+
+@main.command()
+@click.argument("run_file", metavar="[RUN.TOML]", required=False, type=click.Path(dir_okay=False))
+@click.option("--devices", metavar="cpu:2|cuda:0,1|auto", help="They need not be on this machine.")
+@click.option("--ranks", type=click.IntRange(min=1), help="So many GPUs. Default: one per stage.")
+@click.option("--memory", type=Quantity("BYTES", parse_bytes), help="What each rank may use: 40GB, 40GiB.")
+@click.option("--schedule", type=click.Choice(SCHEDULES), help="As for join.")
+@click.option("--microbatches", type=click.IntRange(min=1), help="As for join.")
+@click.option("--adamw-bits", type=click.Choice(["8", "32"]), help="As for join.")
+@click.option("--offload", is_flag=True, help="As for join.")
+@click.option("--clusters", type=click.IntRange(2, 4096), help="In a round. Default: min_clusters.")
+@click.option("--uplink", type=Quantity("RATE", parse_bits_per_s), help="Out of a cluster: 100Mbps.")
+@click.option("--downlink", type=Quantity("RATE", parse_bits_per_s), help="Into it. Default: the uplink.")
+@click.option("--flops", type=Quantity("FLOPS", parse_flops), help="Peak of one device: 312TFLOPS.")
+@click.option("--mfu", type=click.FloatRange(0, 1, min_open=True), help="Part of it that is reached: 0.4.")
+@click.option("--tokens-per-s", type=Quantity("COUNT", parse_count), help="Of a cluster, measured.")
+@click.option("--tokens", type=Quantity("COUNT", parse_count), help="Goal: 20B. Default: those of the run.")
+@click.option("--paper", is_flag=True, help="The cases of the DiLoCoX paper, beside its figures.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(run_file: str | None, paper: bool, as_json: bool, **_options: Any) -> None:
+    """What each rank of a cluster needs, and how fast the run would be. Exit code 10: it does not fit."""
+    from .plan import DOES_NOT_FIT, PlanOptions, make_plan, paper_record, plan_record
+    from .plan_view import paper_view, plan_view
+    from .view import console
+
+    if (run_file is None) != paper:
+        raise click.UsageError("give either a RUN.TOML or --paper.")
+    if run_file is None:
+        click.echo(json.dumps(paper_record())) if as_json else console().print(paper_view())
+        return
+    made = make_plan(run_file, PlanOptions(**_options))
+    click.echo(json.dumps(plan_record(made))) if as_json else console().print(plan_view(made))
+    if made.fits is False:
+        raise SystemExit(DOES_NOT_FIT)
 
 
 @main.command("check-history")

@@ -3,10 +3,10 @@
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.messages import Result
 
-__all__ = ["KeptRounds"]
+__all__ = ["MOST_BYTES", "MOST_ROUNDS", "KeptRounds"]
 
-_MOST = 64
-_MOST_BYTES = 256 << 20
+MOST_ROUNDS = 64
+MOST_BYTES = 256 << 20
 
 
 class KeptRounds:
@@ -22,7 +22,7 @@ class KeptRounds:
             self._results[t] = result
         self._chunks[t] = chunks
         sizes = {k: sum(len(c) for stage in kept.values() for c in stage) for k, kept in self._chunks.items()}
-        while len(sizes) > 1 and (len(sizes) > _MOST or sum(sizes.values()) > _MOST_BYTES):
+        while len(sizes) > 1 and (len(sizes) > MOST_ROUNDS or sum(sizes.values()) > MOST_BYTES):
             old = min(sizes)
             del sizes[old], self._chunks[old]
             self._results.pop(old, None)

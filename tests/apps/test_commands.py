@@ -56,6 +56,8 @@ def test_the_options_of_every_command_are_frozen() -> None:
         "--name --offload --schedule --state-dir --threads link",
         "leave": "--now --state-dir",
         "pause": "--now --state-dir",
+        "plan": "--adamw-bits --clusters --devices --downlink --flops --json --memory --mfu --microbatches "
+        "--offload --paper --ranks --schedule --tokens --tokens-per-s --uplink run_file",
         "plot": "--out state_dirs",
         "resume": "--state-dir",
         "status": "--json --state-dir link",

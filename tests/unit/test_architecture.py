@@ -60,6 +60,7 @@ ARROWS = {
     },
     # It reads a whole Rank; the trainer knows it only as a function to call.
     "checkpoint": {"outer", "pipeline", "trainer"},
+    "plan": {"averaging", "compression", "pipeline", "traffic"},
     "bootstrap": {"ports", "program", "sinks", "state_dir", "swarm"},
 }
 APPS = {"peers", "bootstrap"}
