@@ -74,7 +74,7 @@ def lowrank(device: torch.device, repeat: int) -> dict[str, float]:
     def coded(phase: Phase, vector: Tensor) -> tuple[Tensor, Tensor]:
         """(what others decode of us, the average as it comes back): each encoded once and decoded once."""
         own, average = torch.empty_like(vector), torch.empty_like(vector)
-        for start, end, bits, return_bits in layout.chunks(phase, 0, len(vector), 1 << 18):
+        for start, end, bits, return_bits, *_ in layout.chunks(phase, 0, len(vector), 1 << 18):
             data = pack_chunk(vector[start:end], bits, layout.group, decoded=own[start:end])
             share = unpack_chunk(data, n=end - start, bits=bits, group=layout.group, device=device)
             pack_chunk(share, return_bits, layout.group, decoded=average[start:end])

@@ -193,7 +193,7 @@ def averaged(
     average = torch.empty_like(vectors[0])
     own = [torch.empty_like(vector) for vector in vectors]
     for member, part in enumerate(chunk_ranges(layout, phase, [1.0] * len(vectors))):
-        for start, end, bits, return_bits in part:
+        for start, end, bits, return_bits, *_ in part:
             for mine, vector in zip(own, vectors, strict=True):
                 mine[start:end] = round_trip(vector[start:end], bits, layout.group)
             exact = torch.stack([mine[start:end] for mine in own]).mean(0)

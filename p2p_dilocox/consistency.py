@@ -59,6 +59,11 @@ def _drawn(spec: RunSpec) -> Iterator[Finding]:
         yield "compression.feedback", 'must be "parameters" or "none" with a schedule.fraction below 1'
 
 
+def _top(spec: RunSpec) -> Iterator[Finding]:
+    if spec.compression.top < 1 and spec.compression.lowrank > 0:
+        yield "compression.lowrank", "must be 0 with a compression.top below 1: factors have no small values"
+
+
 def _feedback_in_parameters(spec: RunSpec) -> Iterator[Finding]:
     if spec.compression.feedback != "parameters":
         return
@@ -162,6 +167,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...
     (("run.outer_steps", "inner.H", "inner.warmup_steps"), _warmup),
     (("overlap.mode", "overlap.keep"), _keep),
     (("overlap.mode", "overlap.delay", "inner.H"), _delay),
+    (("compression.top", "compression.lowrank"), _top),
     (
         (
             "schedule.fraction",

@@ -70,6 +70,7 @@ def _recipe(tables: dict[str, Any]) -> Recipe:
     compression = {
         "return_bits": given["bits"], "strong_bits": given["bits"], "strong_fraction": 0.125,
         "gather_up_to": 0, "group": 64, "lowrank": 0, "feedback": "none",
+        "return_top": given.get("top", 1.0),
     } | given  # fmt: skip
     compression.setdefault("gamma", default_gamma(compression["feedback"], compression["lowrank"]))
     return Recipe(

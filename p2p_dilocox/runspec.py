@@ -211,6 +211,7 @@ class _Reader:
         feedback = self._given("compression", "feedback", recipe.compression.feedback)
         if isinstance(lowrank, int) and isinstance(feedback, str):
             compression["gamma"] = default_gamma(feedback, lowrank)
+        compression["return_top"] = self._given("compression", "top", recipe.compression.return_top)
         bits = self._given("compression", "bits", recipe.compression.bits)
         if isinstance(bits, int):
             compression["strong_bits"] = max(bits, recipe.compression.strong_bits)

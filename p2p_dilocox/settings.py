@@ -53,6 +53,7 @@ def _whole_bytes(group: int) -> bool:
     return 8 <= group <= 65528 and group % 8 == 0
 
 
+fraction = Rule("above 0 and at most 1", lambda value: 0 < value <= 1)
 printable = Rule("printable text", lambda text: text.isprintable())
 CLUSTER_ID = re.compile(r"[a-z2-7]{16}")
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
@@ -189,7 +190,7 @@ class Schedule:
     ] = "strided"
     fraction: Annotated[
         float,
-        Rule("above 0 and at most 1", lambda value: 0 < value <= 1),
+        fraction,
         "part of the parameters that a round draws",
     ] = 1.0
 
@@ -222,12 +223,14 @@ class Compression:
     ]
     strong_fraction: Annotated[float, between(0, 1), "part of the directions that are the strongest"]
     gather_up_to: Annotated[
-        int, between(0, 3), "up to so many clusters send all to all, without a reducer that encodes again"
+        int, between(0, 256), "up to so many clusters send all to all, without a reducer that encodes again"
     ]
     group: Annotated[
         int, Rule("a multiple of 8 from 8 to 65528", _whole_bytes), "values that share one scale"
     ]
     lowrank: Annotated[int, between(0, 65536), "directions kept of each weight matrix (r); 0: all, dense"]
+    top: Annotated[float, fraction, "part of the values that is sent, the largest of each 4096"] = 1.0
+    return_top: Annotated[float, fraction, "the same of an average that comes back"] = 1.0
     feedback: Annotated[
         str,
         one_of("local", "parameters", "paper", "none"),

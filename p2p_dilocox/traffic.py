@@ -9,7 +9,7 @@ import torch
 
 from p2p_dilocox.averaging.coded import chunk_ranges
 from p2p_dilocox.averaging.division import PHASES
-from p2p_dilocox.compression import Layout, chunk_bytes
+from p2p_dilocox.compression import Layout
 from p2p_dilocox.pipeline import build_span, config_from_spec, cut_layers
 from p2p_dilocox.runspec import RunSpec
 from p2p_dilocox.selection import fragment_of
@@ -68,9 +68,8 @@ def round_bytes(spec: RunSpec, tensors: ModelTensors, num_clusters: int) -> floa
         layout = Layout(shapes, spec.compression, dense_names=tensors.dense_names)
         for phase in PHASES:
             for part in chunk_ranges(layout, phase, shares):
-                for start, end, bits, return_bits in part:
-                    there = chunk_bytes(end - start, bits, layout.group)
-                    back = chunk_bytes(end - start, return_bits, layout.group)
+                for piece in part:
+                    there, back = piece.there(layout.group), piece.back(layout.group)
                     total += others * (num_clusters * there if gathers else there + back)
     return total / num_clusters / spec.schedule.fragments
 

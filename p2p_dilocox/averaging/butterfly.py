@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from p2p_dilocox.averaging.fault import MemberFault
-from p2p_dilocox.compression import Piece, chunk_bytes, pack_chunk, unpack_chunk
+from p2p_dilocox.compression import Piece, pack_chunk, unpack_chunk
 
 __all__ = ["CHUNK_VALUES", "Averaging", "Butterfly", "Gather", "Terms", "decode_butterfly", "decode_gather"]
 
@@ -122,20 +122,19 @@ class Averaging(ABC):
     def frame_bytes(self) -> int:
         """Most that one message may have."""
         pieces = [p for m in self.members for p in (*self.incoming(m), *self.returned(m))]
-        return max(
-            (chunk_bytes(p.end - p.start, max(p.bits, p.return_bits), self.group) for p in pieces), default=0
-        )
+        return max((max(piece.there(self.group), piece.back(self.group)) for piece in pieces), default=0)
 
     async def _compute(self, function: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self.codec, function)
 
     def _encode_own(self, piece: Piece) -> bytes:
         values = self._vector.result()[piece.start : piece.end]
-        return pack_chunk(values, piece.bits, self.group, decoded=self.own[piece.start : piece.end])
+        own = self.own[piece.start : piece.end]
+        return pack_chunk(values, piece.bits, self.group, piece.top, decoded=own)
 
     def _decode(self, member: int, piece: Piece, data: bytes) -> Tensor:
         try:
-            values = unpack_chunk(data, n=piece.end - piece.start, bits=piece.bits, group=self.group)
+            values = _unpack(data, piece, self.group)
         except ValueError as error:
             raise MemberFault(member, f"sent a chunk that cannot be averaged: {error}") from error
         self._energy[member] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
@@ -186,9 +185,7 @@ class Butterfly(Averaging):
 
         def decode() -> None:
             try:
-                values = unpack_chunk(
-                    data, n=piece.end - piece.start, bits=piece.return_bits, group=self.group
-                )
+                values = _unpack_average(data, piece, self.group)
             except ValueError as error:
                 raise MemberFault(member, f"sent an average that cannot be decoded: {error}") from error
             # A mean is no longer than the longest of what it is the mean of.
@@ -234,7 +231,7 @@ class Butterfly(Averaging):
         piece, weight = self.parts[self.me][index], self.weights[self.me]
         exact = self._sums[index].div_(sum(self.weights))
         decoded = self.average[piece.start : piece.end]
-        data = pack_chunk(exact, piece.return_bits, self.group, decoded=decoded)
+        data = pack_chunk(exact, piece.return_bits, self.group, piece.return_top, decoded=decoded)
         # What the encoding of the average lost goes into our error buffer, scaled so that our next
         # contribution moves the mean by it: local error feedback with the reducer's residual.
         if weight > 0:
@@ -320,9 +317,7 @@ def decode_butterfly(
     """The averaged vector [n] from its encoded averages, as every member decoded it. Raises ValueError."""
     vector = torch.empty(n, dtype=dtype)
     for data, piece in zip(chunks, pieces, strict=True):
-        vector[piece.start : piece.end] = unpack_chunk(
-            data, n=piece.end - piece.start, bits=piece.return_bits, group=group
-        )
+        vector[piece.start : piece.end] = _unpack_average(data, piece, group)
     return vector
 
 
@@ -338,11 +333,20 @@ def decode_gather(
     return vector
 
 
+def _unpack(data: bytes, piece: Piece, group: int) -> Tensor:
+    return unpack_chunk(data, n=piece.end - piece.start, bits=piece.bits, group=group, top=piece.top)
+
+
+def _unpack_average(data: bytes, piece: Piece, group: int) -> Tensor:
+    n = piece.end - piece.start
+    return unpack_chunk(data, n=n, bits=piece.return_bits, group=group, top=piece.return_top)
+
+
 def _mean(shares: list[bytes], piece: Piece, weights: list[float], group: int) -> Tensor:
     """The weighted mean of one piece, summed in the order of the members, so that all get the same bits."""
     total: Tensor | None = None
     for data, weight in zip(shares, weights, strict=True):
-        values = unpack_chunk(data, n=piece.end - piece.start, bits=piece.bits, group=group).mul_(weight)
+        values = _unpack(data, piece, group).mul_(weight)
         total = values if total is None else total.add_(values)
     assert total is not None
     return total.div_(sum(weights))

@@ -17,7 +17,7 @@ from p2p_dilocox.averaging.butterfly import (
 )
 from p2p_dilocox.averaging.coded import chunk_ranges
 from p2p_dilocox.averaging.rollcall import Roster
-from p2p_dilocox.compression import Layout, Piece, chunk_bytes
+from p2p_dilocox.compression import Layout, Piece
 from p2p_dilocox.compression.layout import Phase
 
 __all__ = ["PHASES", "Division"]
@@ -50,7 +50,7 @@ class Division:
         """Of the encoded average, all chunks together."""
         group, copies = self.layout.group, len(self.roster.members) if self.gathers else 1
         pieces = [piece for phase in PHASES for part in self.pieces(phase) for piece in part]
-        return copies * sum(chunk_bytes(p.end - p.start, max(p.bits, p.return_bits), group) for p in pieces)
+        return copies * sum(max(piece.there(group), piece.back(group)) for piece in pieces)
 
     def decode(self, chunks: list[bytes]) -> tuple[Tensor, Tensor]:
         """The averaged vectors of both phases, as every member decoded them. Raises ValueError."""

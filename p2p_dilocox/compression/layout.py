@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from p2p_dilocox.compression.intn import encoded_bytes
 from p2p_dilocox.compression.lowrank import is_lowrank, matrix_shape
+from p2p_dilocox.compression.wire import HEADER_BYTES, chunk_bytes
 from p2p_dilocox.settings import Compression
 
 __all__ = ["CodedBytes", "Layout", "Phase", "Piece"]
@@ -32,12 +32,23 @@ Phase = Literal["p", "q"]
 
 class Piece(NamedTuple):
     """Values [start, end) of a phase vector that are coded alike: `bits` each as a contribution,
-    `return_bits` each as an average. start is a multiple of the group, and end unless the vector ends."""
+    `return_bits` each as an average; of `top` and `return_top` below 1 that part of them, the largest. start
+    is a multiple of the group, and end unless the vector ends."""
 
     start: int
     end: int
     bits: int
     return_bits: int
+    top: float = 1.0
+    return_top: float = 1.0
+
+    def there(self, group: int) -> int:
+        """Bytes of its chunk as a contribution."""
+        return chunk_bytes(self.end - self.start, self.bits, group, self.top)
+
+    def back(self, group: int) -> int:
+        """Bytes of its chunk as an average."""
+        return chunk_bytes(self.end - self.start, self.return_bits, group, self.return_top)
 
 
 class CodedBytes(NamedTuple):
@@ -104,6 +115,7 @@ class Layout:
         strong = math.ceil(r * compression.strong_fraction - 1e-9)  # 30 * 0.1 is 3.0000000000000004
         self._strong_end: dict[Phase, int] = {"p": strong * p_width, "q": strong * q_width}
         self._bits = (compression.bits, compression.return_bits)
+        self._top = (compression.top, compression.return_top)
         self._strong_bits = (
             compression.strong_bits,
             max(compression.strong_bits, compression.return_bits),
@@ -195,7 +207,7 @@ class Layout:
             raise ValueError(f"max_values = {max_values}, must be at least the group, {self.group}")
         step = max_values - max_values % self.group
         return [
-            Piece(a, min(a + step, stretch.end, end), stretch.bits, stretch.return_bits)
+            stretch._replace(start=a, end=min(a + step, stretch.end, end))
             for stretch in self._stretches(phase)
             for a in range(max(start, stretch.start), min(end, stretch.end), step)
         ]
@@ -207,8 +219,8 @@ class Layout:
         """
         stretches = [*self._stretches("p"), *self._stretches("q")]
         return CodedBytes(
-            contribution=sum(encoded_bytes(s.end - s.start, s.bits, self.group) for s in stretches),
-            average=sum(encoded_bytes(s.end - s.start, s.return_bits, self.group) for s in stretches),
+            contribution=sum(s.there(self.group) - HEADER_BYTES for s in stretches),
+            average=sum(s.back(self.group) - HEADER_BYTES for s in stretches),
         )
 
     def _stretches(self, phase: Phase) -> list[Piece]:
@@ -216,7 +228,9 @@ class Layout:
         numel, strong = self._numel[phase], self._strong_end[phase]
         if self._strong_bits == self._bits:
             strong = 0
-        return [Piece(0, strong, *self._strong_bits), Piece(strong, numel, *self._bits)]
+        return [
+            Piece(0, strong, *self._strong_bits, *self._top), Piece(strong, numel, *self._bits, *self._top)
+        ]  # fmt: skip
 
     def _new_vector(self, phase: Phase, tensors: Sequence[Tensor]) -> Tensor:
         device = tensors[0].device if tensors else None

@@ -35,7 +35,6 @@ from p2p_dilocox.averaging.outcome import Outcome
 from p2p_dilocox.averaging.round import Rounds, codec_thread
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
-from p2p_dilocox.compression import chunk_bytes
 from p2p_dilocox.history import History
 from p2p_dilocox.lineage import genesis
 from p2p_dilocox.outer import OuterState
@@ -274,8 +273,8 @@ class Member:
                 others = [m for m in phase.members if m != phase.me]
                 there = [p for m in others for p in (*phase.outgoing(m), *phase.incoming(m))]
                 back = [p for m in others for p in (*phase.returned(m), *phase.returned(phase.me))]
-                total += sum(chunk_bytes(p.end - p.start, p.bits, group) for p in there)
-                total += sum(chunk_bytes(p.end - p.start, p.return_bits, group) for p in back)
+                total += sum(piece.there(group) for piece in there)
+                total += sum(piece.back(group) for piece in back)
         return total
 
     @torch.no_grad()

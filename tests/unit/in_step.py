@@ -69,6 +69,8 @@ def _averaged(layout: Layout, phase: Phase, vectors: list[Tensor]) -> tuple[Tens
     for piece in layout.chunks(phase, 0, layout.phase_numel(phase), CHUNK_VALUES):
         n = piece.end - piece.start
         for vector, own in zip(vectors, owns, strict=True):
-            data = pack_chunk(vector[piece.start : piece.end], piece.bits, layout.group)
-            own[piece.start : piece.end] = unpack_chunk(data, n=n, bits=piece.bits, group=layout.group)
+            data = pack_chunk(vector[piece.start : piece.end], piece.bits, layout.group, piece.top)
+            own[piece.start : piece.end] = unpack_chunk(
+                data, n=n, bits=piece.bits, group=layout.group, top=piece.top
+            )
     return torch.stack(owns).mean(0), owns

@@ -56,6 +56,7 @@ return_bits = {bits}
 lowrank = {lowrank}
 feedback = "{feedback}"
 gamma = {gamma}
+{more}
 [schedule]
 {schedule}
 [checkpoint]
@@ -72,12 +73,13 @@ def spec_of(
     bits: int = 64,
     lowrank: int = 0,
     schedule: str = "",
+    more: str = "",
 ) -> RunSpec:
     overlap = "delay = 2" if mode == "delay" else ""
     overlap += "\nkeep = 0" if (mode, feedback) == ("delay", "parameters") else ""
     text = TEXT.format(
         mode=mode, feedback=feedback, gamma=gamma, bits=bits, lowrank=lowrank, schedule=schedule,
-        overlap=overlap,
+        overlap=overlap, more=more,
     )  # fmt: skip
     return parse_run(text)
 

@@ -53,7 +53,9 @@ def states(compression: Compression, deltas: list[dict[str, Tensor]]) -> list[Ou
 
 def averaged(layout: Layout, phase: Phase, vectors: list[Tensor], shares: list[float]) -> Tensor:
     average = torch.empty_like(vectors[0])
-    for start, end, bits, return_bits in (p for part in chunk_ranges(layout, phase, shares) for p in part):
+    for start, end, bits, return_bits, *_ in (
+        p for part in chunk_ranges(layout, phase, shares) for p in part
+    ):
         n, group = end - start, layout.group
         data = [pack_chunk(vector[start:end], bits, group) for vector in vectors]
         mean = torch.stack([unpack_chunk(d, n=n, bits=bits, group=group) for d in data]).mean(0)

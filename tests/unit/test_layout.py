@@ -148,10 +148,10 @@ def test_parts_are_as_large_as_their_weights(phase: Phase) -> None:
 def test_a_part_with_strong_directions_has_fewer_values(phase: Phase, weights: list[float]) -> None:
     of = layout(bits=2, return_bits=4, strong_bits=16)
     whole = of.chunks(phase, 0, of.phase_numel(phase), 10**9)
-    total = sum((end - start) * (bits + back) for start, end, bits, back in whole)
+    total = sum((end - start) * (bits + back) for start, end, bits, back, *_ in whole)
     for (start, end), weight in zip(of.cut_parts(phase, weights), weights, strict=True):
         pieces = of.chunks(phase, start, end, 10**9)
-        cost = sum((b - a) * (bits + back) for a, b, bits, back in pieces)
+        cost = sum((b - a) * (bits + back) for a, b, bits, back, *_ in pieces)
         assert abs(cost - total * weight / sum(weights)) <= of.group * 32
         assert weight > 0 or start == end
 
@@ -211,7 +211,7 @@ def test_pieces_cover_the_vector_once_in_whole_groups_of_one_kind(
         bits_of(of, phase, strong_bits, 4),
         bits_of(of, phase, max(strong_bits, return_bits), return_bits),
     )
-    for start, end, bits, bits_back in pieces:
+    for start, end, bits, bits_back, *_ in pieces:
         # 0 is a dense tensor, or the padding of a direction, which has the bits of its neighbours
         assert set(there[start:end]) <= {0, bits}
         assert set(back[start:end]) <= {0, bits_back}
@@ -263,7 +263,7 @@ def test_a_vector_rounded_beforehand_crosses_the_wire_in_chunks_without_loss() -
     p, dense, _ = tensors(of)
     rounded = round_trip(of.pack_p(p, dense), 4, of.group)
     for start, end in of.cut_parts("p", [1.0, 1.5, 0.3]):
-        for a, b, bits, _ in of.chunks("p", start, end, 500):
+        for a, b, bits, *_ in of.chunks("p", start, end, 500):
             data = encode(rounded[a:b], bits, of.group)
             assert len(data) == encoded_bytes(b - a, bits, of.group)
             assert torch.equal(decode(data, b - a, bits, of.group), rounded[a:b])

@@ -193,7 +193,11 @@ def test_the_page_of_recipes_has_the_settings_of_every_recipe() -> None:
             f"{recipe.overlap.keep:g}",
             f"{kind}, lr {outer.lr:g}, momentum {outer.momentum:g}",
             str(c.lowrank or "all"),
-            f"{c.bits}, strongest {c.strong_bits}" if c.strong_bits > c.bits else str(c.bits),
+            f"{c.bits}, strongest {c.strong_bits}"
+            if c.strong_bits > c.bits
+            else f"{c.bits}, of the largest {c.top:.1%}".replace("%", " %")
+            if c.top < 1
+            else str(c.bits),
             f"{c.feedback}, {c.gamma:g}" if c.feedback != "none" else "none",
             recipe.source,
         ]
