@@ -59,6 +59,19 @@ def _drawn(spec: RunSpec) -> Iterator[Finding]:
         yield "compression.feedback", 'must be "parameters" or "none" with a schedule.fraction below 1'
 
 
+def _gradient(spec: RunSpec) -> Iterator[Finding]:
+    if spec.outer.average != "gradient":
+        return
+    if spec.overlap.mode != "none":
+        yield "overlap.mode", 'must be "none" with outer.average = "gradient": the next one needs the step'
+    if spec.local.every > 0:
+        yield "local.every", 'must be 0 with outer.average = "gradient": nothing moves in between'
+    if spec.schedule.fragments > 1 or spec.schedule.fraction < 1:
+        yield "outer.average", "must be pseudo-gradient where a round averages a part of the model"
+    if spec.compression.feedback == "parameters":
+        yield "compression.feedback", 'cannot be "parameters" with outer.average = "gradient"'
+
+
 def _top(spec: RunSpec) -> Iterator[Finding]:
     if spec.compression.top < 1 and spec.compression.lowrank > 0:
         yield "compression.lowrank", "must be 0 with a compression.top below 1: factors have no small values"
@@ -168,6 +181,17 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...
     (("overlap.mode", "overlap.keep"), _keep),
     (("overlap.mode", "overlap.delay", "inner.H"), _delay),
     (("compression.top", "compression.lowrank"), _top),
+    (
+        (
+            "outer.average",
+            "overlap.mode",
+            "local.every",
+            "schedule.fragments",
+            "schedule.fraction",
+            "compression.feedback",
+        ),
+        _gradient,
+    ),
     (
         (
             "schedule.fraction",

@@ -32,7 +32,7 @@ from torch import Tensor
 from p2p_dilocox.compression import initial_basis, is_lowrank
 from p2p_dilocox.lineage import next_lineage
 from p2p_dilocox.offload import borrowed, picked, shown_in, slices, stored
-from p2p_dilocox.outer_step import Average, nesterov_
+from p2p_dilocox.outer_step import Average, adamw_, nesterov_
 from p2p_dilocox.runspec import RunSpec
 from p2p_dilocox.selection import partial
 
@@ -105,6 +105,8 @@ class OuterState:
         zeros = {n: stored(p, dtype=p.dtype, offload=offload) for n, p in parameters.items()}
         self.anchor = {name: zero.copy_(parameters[name].detach()) for name, zero in zeros.items()}
         self.momentum = {n: stored(p, dtype=p.dtype, offload=offload) for n, p in parameters.items()}
+        second = parameters if spec.outer.average == "gradient" else {}
+        self.second_moment = {n: stored(p, dtype=p.dtype, offload=offload) for n, p in second.items()}
         self.undelivered = {n: stored(p, dtype=own, offload=offload) for n, p in parameters.items()}
         self.counted = {n: stored(p, dtype=own, offload=offload) for n, p in parameters.items()}
         self.residual: Parameters = Residual(self.undelivered, self.device)
@@ -176,13 +178,26 @@ class OuterState:
         self._error = 0.0
 
     @torch.no_grad()
-    def step(self, average: Average, t: int, members: list[str], digest: str) -> None:
+    def step(
+        self,
+        average: Average,
+        t: int,
+        members: list[str],
+        digest: str,
+        *,
+        lr: float | None = None,
+        scale: float = 1.0,
+    ) -> None:
         """The outer step t: the same on every cluster, because it depends on committed bytes only.
 
+        lr, scale: of AdamW, if gradients are averaged; scale is what clips them.
         Only within `restart_`: theta_i and `counted` are measured from the anchor that moves here.
         """
         outer = self.spec.outer
         for name in average.covers():  # one at a time: what is offloaded needs little room on the device
+            if lr is not None:
+                self._descend_(name, average, t, lr, scale)
+                continue
             with borrowed(self.device, self.anchor[name], self.momentum[name]) as (theta, v):
                 nesterov_(
                     {name: theta}, {name: v}, average.only(name),
@@ -192,6 +207,20 @@ class OuterState:
             self.basis[name].copy_(q)
         self.lineage = next_lineage(self.lineage, t, members, digest)
         self.t, self.members = t, members
+
+    @torch.no_grad()
+    def add_gradients(self, grads: Parameters, scale: float) -> None:
+        """undelivered += scale * grad: in place of movement, where gradients are averaged."""
+        for name, grad in grads.items():
+            for waiting, g in slices(self.device, _SLICE, (self.undelivered[name],), (grad,)):
+                waiting.add_(g.to(waiting.dtype), alpha=scale)
+
+    def _descend_(self, name: str, average: Average, t: int, lr: float, scale: float) -> None:
+        tensors = self.anchor[name], self.momentum[name], self.second_moment[name]
+        with borrowed(self.device, *tensors) as (theta, mean, square):
+            grad = torch.zeros_like(theta)
+            average.add_one_(name, grad, 1.0)
+            adamw_(theta, (mean, square), grad.mul_(scale), inner=self.spec.inner, lr=lr, t=t)
 
     @contextlib.contextmanager
     def restart_(

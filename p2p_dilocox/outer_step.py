@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Average", "covered", "nesterov_"]
+from p2p_dilocox.settings import Inner
+
+__all__ = ["Average", "adamw_", "covered", "nesterov_"]
 
 Parameters = Mapping[str, Tensor]
 
@@ -31,6 +33,11 @@ class Average:
         """tensors += alpha * self, without materialising a low-rank product."""
         for name in (*self.factors, *self.dense):
             self.add_one_(name, tensors[name], alpha)
+
+    def squares(self) -> dict[str, float]:
+        """Squared L2 norm of each tensor: of P Q^T that of Q, as P is orthonormal."""
+        tensors = {name: q for name, (_, q) in self.factors.items()} | self.dense
+        return {n: float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for n, t in tensors.items()}
 
     def only(self, name: str) -> "Average":
         """Our tensor of that name, alone."""
@@ -70,6 +77,23 @@ def nesterov_(
     if beta != 0.0:
         for name in names:
             theta[name].add_(momentum[name], alpha=-lr * (beta if nesterov else 1.0))
+
+
+def adamw_(
+    theta: Tensor, moments: tuple[Tensor, Tensor], grad: Tensor, *, inner: Inner, lr: float, t: int
+) -> None:
+    """Step t, from 1, of torch.optim.AdamW, to the bit; vectors are not decayed. In place, also `moments`.
+
+    theta, grad: of one parameter. moments: its exp_avg and exp_avg_sq.
+    """
+    mean, square = moments
+    beta1, beta2 = inner.betas
+    if theta.dim() >= 2:
+        theta.mul_(1 - lr * inner.weight_decay)
+    mean.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = (square.sqrt() / (1 - beta2**t) ** 0.5).add_(inner.eps)
+    theta.addcdiv_(mean, root, value=-lr / (1 - beta1**t))
 
 
 def covered(averages: Sequence[Average]) -> dict[str, Tensor | None]:

@@ -169,6 +169,11 @@ class Outer:
     lr: Annotated[float, above(0), "outer learning rate"]
     momentum: Annotated[float, below_one(), "outer momentum"]
     nesterov: Annotated[bool, "Nesterov momentum"] = True
+    average: Annotated[
+        str,
+        one_of("pseudo-gradient", "gradient"),
+        "what clusters average; gradient: the outer step is one of AdamW, with the settings of [inner]",
+    ] = "pseudo-gradient"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

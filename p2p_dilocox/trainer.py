@@ -32,14 +32,15 @@ from p2p_dilocox.events import (
     StepSkipped,
     Warned,
 )
+from p2p_dilocox.gradient_sum import GradientSum
 from p2p_dilocox.history import History
-from p2p_dilocox.inner import InnerOptimizer
+from p2p_dilocox.inner import InnerOptimizer, learning_rate
 from p2p_dilocox.local_outer import LocalOuter
 from p2p_dilocox.outer import ErrorAlarm, OuterState, fingerprint
 from p2p_dilocox.outer_step import covered
 from p2p_dilocox.overlap import Overlap
 from p2p_dilocox.pipeline import Pipeline, StepResult
-from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step
+from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step, total_inner_steps
 from p2p_dilocox.wish import Stop, Wish
 
 __all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "take_outer_steps", "train"]
@@ -57,7 +58,7 @@ class Rank:
     index: int
     cluster_id: str
     pipeline: Pipeline
-    inner: InnerOptimizer
+    inner: InnerOptimizer | GradientSum
     outer: OuterState
     rounds: Rounds
     batches: Batches
@@ -277,9 +278,24 @@ def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
     covers = covered([step.average for step in outcome.steps])
     with outer.restart_(rank.pipeline.parameters, keep, carry=carry, blend=blend, covers=covers):
         for step in outcome.steps:
-            outer.step(step.average, step.t, step.members, step.digest)
+            if spec.outer.average == "gradient":
+                lr = learning_rate(spec.inner, (step.t - 1) * spec.inner.H, total_inner_steps(spec))
+                scale = clipping(spec, rank, step)
+                outer.step(step.average, step.t, step.members, step.digest, lr=lr, scale=scale)
+            else:
+                outer.step(step.average, step.t, step.members, step.digest)
     if forgotten:
         outer.reset_(rank.pipeline.parameters)
+
+
+def clipping(spec: RunSpec, rank: Rank, step: OuterStep) -> float:
+    """What the averaged gradient is multiplied with, so that its norm over the whole model is at most
+    inner.clip_norm. Summed in the order of stages: the same bits however a cluster cuts the model."""
+    squares = [0.0] * spec.model.stages
+    for name, square in sorted(step.average.squares().items()):
+        squares[rank.pipeline.stage_of[name]] += square
+    norm = math.sqrt(sum(rank.pipeline.sum(squares)))
+    return spec.inner.clip_norm / norm if norm > spec.inner.clip_norm else 1.0
 
 
 def offered(step: OuterStep, cluster_id: str) -> bool:

@@ -29,14 +29,14 @@ from p2p_dilocox.checkpoint.store import CheckpointStore, load_rank, newest
 from p2p_dilocox.data import Batches, load_tokens
 from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
 from p2p_dilocox.events import Event, Finished, Phase, Warned
+from p2p_dilocox.gradient_sum import build_inner
 from p2p_dilocox.history import History
-from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.lineage import combined_digest, genesis
 from p2p_dilocox.local_outer import build_local_outer
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
 from p2p_dilocox.placement import place
-from p2p_dilocox.runspec import RunSpec, parse_run, tokens_per_outer_step, total_inner_steps
+from p2p_dilocox.runspec import RunSpec, parse_run, tokens_per_outer_step
 from p2p_dilocox.sinks import TensorBoardSink
 from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
@@ -217,9 +217,7 @@ def _build(
     stack.callback(history.close)
     rank = Rank(
         index=index, cluster_id=key.cluster_id, pipeline=pipeline,
-        inner=InnerOptimizer(
-            pipeline.all_parameters, spec.inner, total_inner_steps(spec), bits=config["adamw_bits"]
-        ),
+        inner=build_inner(spec, pipeline, outer, bits=config["adamw_bits"]),
         outer=outer, rounds=rounds, batches=batches, progress=progress, history=history,
         checkpoints=CheckpointStore(state / "checkpoints", digest, spec.checkpoint.keep),
         local=build_local_outer(spec.local, pipeline.parameters),

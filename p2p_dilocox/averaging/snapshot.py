@@ -17,7 +17,7 @@ from p2p_dilocox.outer import OuterState
 
 __all__ = ["Snapshot", "read_snapshot", "write_snapshot"]
 
-_PARTS = ("anchor", "momentum", "basis")
+_PARTS = ("anchor", "momentum", "second_moment", "basis")
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class Pipeline:
         self.num_ranks = num_ranks
         self.device = device
         self.inner = spec.inner
+        # Where gradients are averaged, it is the average that is clipped.
+        self.clip_norm = math.inf if spec.outer.average == "gradient" else spec.inner.clip_norm
         self.num_parameters = spans[0].num_parameters
         self._placement = place(spec.inner.schedule, spec.model.stages, num_ranks)
         self.parameters: dict[str, nn.Parameter] = {}
@@ -112,8 +114,8 @@ class Pipeline:
         if not math.isfinite(norm):
             for parameter in self.all_parameters:
                 parameter.grad = None
-        elif norm > self.inner.clip_norm:
-            torch._foreach_mul_(every, self.inner.clip_norm / norm)
+        elif norm > self.clip_norm:
+            torch._foreach_mul_(every, self.clip_norm / norm)
         return StepResult(loss=mean_loss, grad_norm=norm, extra=sums)
 
     @torch.no_grad()

@@ -26,13 +26,13 @@ from p2p_dilocox.averaging.snapshot import read_snapshot, write_snapshot
 from p2p_dilocox.data import Batches
 from p2p_dilocox.data.tokens import Corpus
 from p2p_dilocox.events import Evaluated, Event, InnerStep, StepSkipped
+from p2p_dilocox.gradient_sum import build_inner
 from p2p_dilocox.history import History
-from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.lineage import genesis
 from p2p_dilocox.local_outer import build_local_outer
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
-from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step, total_inner_steps
+from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step
 from p2p_dilocox.simulation.links import Link, round_s
 from p2p_dilocox.simulation.rounds import Member, average
 from p2p_dilocox.trainer import Rank, evaluate, parameter_digests, train
@@ -140,7 +140,7 @@ class _Cluster:
         }
         return Rank(
             index=0, cluster_id=self.place.cluster_id, pipeline=pipeline, outer=outer,
-            inner=InnerOptimizer(pipeline.all_parameters, spec.inner, total_inner_steps(spec)),
+            inner=build_inner(spec, pipeline, outer),
             local=build_local_outer(spec.local, pipeline.parameters),
             rounds=cast(Any, SimpleNamespace(start=self._start)),
             batches=Batches(corpus, spec, self.place.cluster_id), progress=Progress(),

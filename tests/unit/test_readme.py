@@ -191,7 +191,9 @@ def test_the_page_of_recipes_has_the_settings_of_every_recipe() -> None:
             f"{schedule.fraction:g} of the values" if schedule.fraction < 1 else part,
             recipe.overlap.mode + delay,
             f"{recipe.overlap.keep:g}",
-            f"{kind}, lr {outer.lr:g}, momentum {outer.momentum:g}",
+            f"{kind}, lr {outer.lr:g}, momentum {outer.momentum:g}"
+            if outer.average == "pseudo-gradient"
+            else "AdamW of `[inner]",
             str(c.lowrank or "all"),
             f"{c.bits}, strongest {c.strong_bits}"
             if c.strong_bits > c.bits

@@ -31,6 +31,7 @@ def test_dense_differs_from_dilocox_by_the_low_rank_and_its_damping_only() -> No
         ("opendiloco", Outer(lr=0.7, momentum=0.9), "none", 16),
         ("sparta", Outer(lr=1.0, momentum=0.0, nesterov=False), "none", 32),
         ("overlap-sparta", Outer(lr=1.0, momentum=0.0, nesterov=False), "delay", 32),
+        ("allreduce", Outer(lr=1.0, momentum=0.0, nesterov=False, average="gradient"), "none", 32),
         ("cocktailsgd", Outer(lr=1.0, momentum=0.0, nesterov=False), "none", 4),
         ("sparseloco", Outer(lr=1.0, momentum=0.0, nesterov=False), "none", 2),
         ("streaming", Outer(lr=0.4, momentum=0.9), "delay", 4),
