@@ -226,7 +226,7 @@ def warnings_for(spec: RunSpec) -> list[str]:
                 'the largest that is stable with overlap.mode = "paper": the loss will probably diverge. '
                 'mode = "arrival" takes 0.7'
             )
-    if spec.inner.schedule == "1f1b" and spec.inner.microbatches < spec.model.stages:
+    if spec.inner.schedule in ("1f1b", "gpipe") and spec.inner.microbatches < spec.model.stages:
         found.append(
             f"inner.microbatches = {spec.inner.microbatches}: a cluster of more processes, and it may have "
             f"{spec.model.stages} (model.stages), is refused without --microbatches or --schedule"

@@ -67,12 +67,13 @@ def check_microbatches(schedule: str, num_ranks: int, microbatches: int, batch_s
     fitting = [m for m in range(1, batch_size + 1) if not batch_size % m and _fits(schedule, num_ranks, m)]
     if microbatches in fitting:
         return
-    others = f"--microbatches {' or '.join(map(str, fitting))}" if fitting else "fewer devices"
-    ways = others if num_ranks == 1 or schedule == "gpipe" else f"{others}, or --schedule gpipe"
+    ways = f"--microbatches {' or '.join(map(str, fitting))}" if fitting else "fewer devices"
+    if _fits("interleaved-zero-bubble", num_ranks, microbatches) and not batch_size % microbatches:
+        ways += ", or --schedule interleaved-zero-bubble"
     if batch_size % microbatches:
         reason = f"must divide the run's batch of {batch_size} sequences (inner.batch_size)"
-    elif schedule == "1f1b":
-        reason = f'must be at least {num_ranks}, the processes of this cluster, with schedule = "1f1b"'
+    elif not schedule.startswith("interleaved"):
+        reason = f'must be at least {num_ranks}, the processes of this cluster, with schedule = "{schedule}"'
     else:
         rounds = microbatches // num_ranks
         reason = f'must be a multiple of {rounds} with schedule = "{schedule}" over {num_ranks} processes'
@@ -80,8 +81,8 @@ def check_microbatches(schedule: str, num_ranks: int, microbatches: int, batch_s
 
 
 def _fits(schedule: str, num_ranks: int, microbatches: int) -> bool:
-    """What torch's schedules ask for."""
-    if schedule == "1f1b":
+    """What torch's schedules ask for; gpipe in some versions."""
+    if schedule in ("1f1b", "gpipe"):
         return microbatches >= num_ranks
     if schedule.startswith("interleaved"):
         return microbatches % max(1, microbatches // num_ranks) == 0

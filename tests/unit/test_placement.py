@@ -76,6 +76,8 @@ def test_torch_takes_what_we_take_and_refuses_what_we_refuse(num_ranks: int, clu
                 with pytest.raises(SpecError):
                     check_microbatches(schedule, num_ranks, microbatches, microbatches)
                 continue
+            if schedule == "gpipe" and microbatches < num_ranks:
+                continue  # torch 2.10 refuses it, 2.13 does not
             check_microbatches(schedule, num_ranks, microbatches, microbatches)
             if len(made) > 1:
                 assert theirs.stage_index_to_group_rank == dict(enumerate(placement.ranks))
@@ -84,9 +86,9 @@ def test_torch_takes_what_we_take_and_refuses_what_we_refuse(num_ranks: int, clu
 @pytest.mark.parametrize(
     ("schedule", "num_ranks", "microbatches", "batch", "words"),
     [
-        ("1f1b", 4, 2, 8, "must be at least 4, .* Use --microbatches 4 or 8, or --schedule gpipe"),
-        ("1f1b", 4, 1, 2, "must be at least 4, .* Use fewer devices, or --schedule gpipe"),
-        ("gpipe", 4, 3, 8, r"must divide the run's batch of 8 .* Use --microbatches 1 or 2 or 4 or 8\."),
+        ("1f1b", 4, 2, 8, "must be at least 4, .* Use --microbatches 4 or 8, or --schedule interleaved-z"),
+        ("1f1b", 4, 1, 2, "must be at least 4, .* Use fewer devices, or --schedule interleaved-z"),
+        ("gpipe", 4, 3, 8, r"must divide the run's batch of 8 .* Use --microbatches 4 or 8\."),
         ("interleaved-1f1b", 4, 9, 18, "must be a multiple of 2 .* over 4 processes. Use --microbatches 1"),
         ("zbv", 1, 3, 4, r"must divide .* Use --microbatches 1 or 2 or 4\."),
     ],
@@ -101,6 +103,6 @@ def test_numbers_that_do_not_fit_are_refused_with_some_that_do(
 
 def test_too_few_microbatches_are_no_problem_for_the_other_schedules() -> None:
     """Field report G2; tests/unit/test_pipeline_ranks.py runs them."""
-    for schedule in SCHEDULES[1:]:
+    for schedule in SCHEDULES[2:]:
         for microbatches in (1, 2):
             check_microbatches(schedule, 4, microbatches, 8)
