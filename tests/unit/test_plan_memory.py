@@ -140,7 +140,7 @@ def test_averaging_is_what_a_reducer_holds(bits: int) -> None:
                 terms = Terms(layout.dtype, [1.0] * 4, [1.0] * 4, 1, layout.group, executor)
                 averaging = Butterfly(parts, terms)
                 vectors.extend([vector, averaging.own, averaging.average, *averaging._sums])
-                for start, end, _, return_bits in (piece for part in parts for piece in part):
+                for start, end, _, return_bits, *_ in (piece for part in parts for piece in part):
                     coded += len(pack_chunk(vector[start:end], return_bits, layout.group))
 
     factors: list[Tensor] = []
