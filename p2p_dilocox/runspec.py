@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from p2p_dilocox.consistency import RULES, warnings_for
 from p2p_dilocox.errors import SpecError
-from p2p_dilocox.recipe import OVERLAP_DEFAULTS, default_gamma, recipes
+from p2p_dilocox.recipe import OVERLAP_DEFAULTS, Recipe, default_gamma, recipes
 from p2p_dilocox.settings import (
     Checkpoint,
     Compression,
@@ -38,11 +38,12 @@ from p2p_dilocox.toml_lines import key_lines
 
 __all__ = [
     "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Local", "Model", "Outer", "Overlap",
-    "Run", "RunSpec", "Schedule", "load_run_file", "meaning", "parse_run", "read_run_text", "shipped_runs",
-    "tokens_per_outer_step", "total_inner_steps", "warnings_for",
+    "Run", "RunSpec", "Schedule", "load_run_file", "meaning", "parse_run", "parse_run_as",
+    "read_run_text", "shipped_runs", "tokens_per_outer_step", "total_inner_steps", "warnings_for",
 ]  # fmt: skip
 
 _TABLES: dict[str, type] = get_type_hints(RunSpec)
+_OF_METHODS = {f.name for f in fields(Recipe)} & _TABLES.keys() - {"inner"}
 _TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
@@ -102,13 +103,35 @@ def parse_run(text: str, *, name: str = "run.toml") -> RunSpec:
     Raises SpecError with one line per mistake, in the order of the file:
     `<name> line 14: H = 0, must be at least 1 (inner steps per outer step)`.
     """
+    return _read(_tables(text, name), key_lines(text), name)
+
+
+def parse_run_as(text: str, recipe: str, *, seed: int, inner_steps: int, name: str = "run.toml") -> RunSpec:
+    """The run of `text` by another method: the same model, data and inner optimizer, all else as `recipe` has
+    it, and as many outer steps as `inner_steps` inner steps make. Raises SpecError as parse_run does.
+    """
+    tables = {k: v for k, v in _tables(text, name).items() if k not in _OF_METHODS}
+    method, inner = recipes().get(recipe), dict(tables.get("inner", {}))
+    H = inner.get("H")
+    if method is not None and isinstance(H, int):
+        # A whole turn of fragments, or a method's own number, takes the place of the run's H.
+        inner["H"] = H = method.inner.get("H", max(1, H // method.schedule.fragments))
+    outer_steps = max(1, inner_steps // H) if isinstance(H, int) and H > 0 else 1
+    run = {**tables.get("run", {}), "recipe": recipe, "seed": seed, "outer_steps": outer_steps}
+    return _read({**tables, "run": run, "inner": inner}, {}, name)
+
+
+def _tables(text: str, name: str) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(_syntax_error(text, name, error)) from error
     except RecursionError:
         raise SpecError(f"{name}: brackets are nested too deeply") from None
-    reader = _Reader(tables, key_lines(text))
+
+
+def _read(tables: dict[str, Any], lines: Mapping[tuple[str, ...], int], name: str) -> RunSpec:
+    reader = _Reader(tables, lines)
     spec = reader.read()
     if reader.problems:
         raise SpecError("\n".join(f"{name}{where}: {what}" for where, what in reader.in_order()))

@@ -253,3 +253,69 @@ def demo(out: Path, run: str, clusters: int) -> None:
     from .demo import run_demo
 
     raise SystemExit(run_demo(out, run=run, num_clusters=clusters))
+
+
+@main.command()
+@click.argument("recipe_names", metavar="[RECIPE]...", nargs=-1)
+@click.option(
+    "--run", default="compare", show_default=True, help="A shipped run, or a run.toml: model, data, inner."
+)
+@click.option("--clusters", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option(
+    "--seeds", type=click.IntRange(1, 100), default=1, show_default=True, help="Runs of each recipe."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=384, show_default=True, help="Inner steps of a cluster."
+)
+@click.option(
+    "--warm", type=click.IntRange(min=0), default=0, show_default=True,
+    help="Inner steps that one cluster trains before, as the start of all.",
+)  # fmt: skip
+@click.option(
+    "--allreduce-steps", type=click.FloatRange(min=0, min_open=True), default=31.0, show_default=True,
+    help="Link speed: an fp16 AllReduce takes as long as so many inner steps.",
+)  # fmt: skip
+@click.option(
+    "--quick", is_flag=True, help="64 inner steps of 2 clusters: whether every recipe works at all."
+)
+@click.option("--processes", type=click.IntRange(min=1), help="At a time. Default: one per core.")
+@click.option("--out", type=DirectoryName(), default=Path("runs/compare"), show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per recipe.")
+def compare(
+    recipe_names: tuple[str, ...],
+    run: str,
+    clusters: int,
+    seeds: int,
+    steps: int,
+    warm: int,
+    allreduce_steps: float,
+    quick: bool,
+    processes: int | None,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Train one model by several recipes on simulated links, and set them side by side. Default: all recipes.
+
+    What OUT has from an earlier call is not run again.
+    """
+    from p2p_dilocox.comparison import Setup
+    from p2p_dilocox.runspec import read_run_text
+
+    from .compare import compare as run_all
+    from .compare import comparison_table, default_processes, summary_record, write_comparison
+    from .view import console
+
+    if quick:
+        clusters, steps, seeds = 2, 64, 1
+    setup = Setup(
+        text=read_run_text(run), clusters=clusters, inner_steps=steps, warm_steps=warm,
+        allreduce_steps=allreduce_steps,
+    )  # fmt: skip
+    summaries = run_all(setup, recipe_names, range(seeds), out, processes or default_processes())
+    files = write_comparison(summaries, out)
+    if as_json:
+        for summary in summaries:
+            click.echo(json.dumps(summary_record(summary)))
+        return
+    console().print(comparison_table(summaries))
+    click.echo(f"in {out}: {', '.join(files)}")

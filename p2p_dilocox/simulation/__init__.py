@@ -1,6 +1,8 @@
 """Many clusters in one process, on simulated time: the trainer's own code between modelled links."""
 
 from p2p_dilocox.simulation.links import Link
-from p2p_dilocox.simulation.world import Absence, Place, Point, Simulation
+from p2p_dilocox.simulation.places import Absence, Place, Point
+from p2p_dilocox.simulation.start import warm_start
+from p2p_dilocox.simulation.world import Simulation
 
-__all__ = ["Absence", "Link", "Place", "Point", "Simulation"]
+__all__ = ["Absence", "Link", "Place", "Point", "Simulation", "warm_start"]

@@ -7,7 +7,7 @@ Nothing else takes time, so a result follows from run spec and places alone, not
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from p2p_dilocox.averaging.coded import StageLayouts
 from p2p_dilocox.averaging.company import Progress
@@ -31,49 +32,17 @@ from p2p_dilocox.history import History
 from p2p_dilocox.lineage import genesis
 from p2p_dilocox.local_outer import build_local_outer
 from p2p_dilocox.outer import OuterState
-from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
 from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step
-from p2p_dilocox.simulation.links import Link, round_s
+from p2p_dilocox.simulation.links import round_s
+from p2p_dilocox.simulation.places import Place, Point
 from p2p_dilocox.simulation.rounds import Member, average
+from p2p_dilocox.simulation.start import load_start, whole_model
 from p2p_dilocox.trainer import Rank, evaluate, parameter_digests, train
 from p2p_dilocox.wish import Wish
 
-__all__ = ["Absence", "Place", "Point", "Simulation"]
+__all__ = ["Simulation"]
 
 _NEVER = 10**9
-
-
-@dataclass(frozen=True)
-class Absence:
-    """A cluster is gone from start_s to stop_s of simulated time, as after kill -9: it comes back with its
-    parameters of then, fetches the others' state and goes on where they are.
-    """
-
-    start_s: float
-    stop_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a cluster trains. step_s: seconds of an inner step."""
-
-    cluster_id: str
-    step_s: float = 1.0
-    link: Link = Link()
-    absences: tuple[Absence, ...] = ()
-
-
-@dataclass(frozen=True)
-class Point:
-    """A validation: of the anchor after outer step t, at `seconds` of simulated time, when all clusters
-    together had trained `tokens` and each had sent `sent_bytes` (mean).
-    """
-
-    t: int
-    seconds: float
-    tokens: int
-    sent_bytes: float
-    val_loss: float
 
 
 class _Gone(Exception):
@@ -127,14 +96,13 @@ class _Cluster:
         self.thread = threading.Thread(target=self._live, name=place.cluster_id, daemon=True)
 
     def _build(self, corpus: Corpus) -> Rank:
-        spec, device = self.spec, torch.device("cpu")
-        config = config_from_spec(spec.model)
-        cuts = cut_layers(config, spec.model.stages, spec.model.cut)
-        span = build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=device)
-        pipeline = Pipeline(spec, [span], 0, 1, device)
+        spec = self.spec
+        pipeline, span, layers = whole_model(spec)
+        if self.world.start is not None:
+            load_start(self.world.start, pipeline)
         outer = OuterState(spec, pipeline.parameters, span.embedding_names, genesis(self.world.digest))
-        stage_of, layers = pipeline.stage_of, sum(map(len, cuts))
-        self.names = {s: [n for n in stage_of if stage_of[n] == s] for s in range(len(cuts))}
+        stage_of = pipeline.stage_of
+        self.names = {s: [n for n in stage_of if stage_of[n] == s] for s in range(spec.model.stages)}
         self.layouts = {
             s: StageLayouts(outer, n, span.embedding_names, layers) for s, n in self.names.items()
         }
@@ -192,6 +160,7 @@ class _Cluster:
             self.tokens += event.tokens if isinstance(event, InnerStep) else 0
             self.now_s += self.place.step_s
             self.busy_s += self.place.step_s
+            self.world.stepped()
             self._hand_back()
             if self._absences and self.now_s >= self._absences[0].start_s:
                 raise _Gone
@@ -231,14 +200,19 @@ class Simulation:
         *,
         digest: str = "",
         histories: Path | None = None,
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
         """corpus: as load_tokens returns it. digest: of the run spec, where lineages begin. histories: a
-        directory for the clusters' histories. ValueError: no place, an id twice, or an absence of the first.
+        directory for the clusters' histories. start: the parameters of all clusters, as `warm_start`
+        returns them. ValueError: no place, an id twice, or an absence of the first.
         """
         ids = [place.cluster_id for place in places]
         if not ids or len(set(ids)) < len(ids) or places[0].absences:
             raise ValueError(f"clusters {ids}: at least one, each once, and the first is never absent")
         self.spec, self.digest, self._histories = spec, digest, histories
+        self.start = start
+        self.on_step: Callable[[int], None] = lambda _inner_steps: None  # told how many all have done
+        self._inner_steps = 0
         self.points: list[Point] = []
         self.rounds: dict[int, _Round] = {}
         self._timeouts = Timeouts(spec.deadlines.round_s)
@@ -301,6 +275,10 @@ class Simulation:
             return cast(History, SimpleNamespace(write=lambda _outcome, _lineage: None, close=lambda: None))
         path = self._histories / f"{cluster_id}.jsonl"
         return History(path, self.spec.run.id, cluster_id, stages, self.spec.deadlines.round_s)
+
+    def stepped(self) -> None:
+        self._inner_steps += 1
+        self.on_step(self._inner_steps)
 
     def note(self, cluster: _Cluster, event: Evaluated) -> None:
         self.points.append(Point(event.t, cluster.now_s, self.tokens, self.sent_bytes, event.val_loss))

@@ -49,6 +49,8 @@ def test_the_options_of_every_command_are_frozen() -> None:
     assert options("dilocox-bootstrap") == {"serve": "--announce --listen --run --state-dir"}
     assert options("dilocox-peer") == {
         "check-history": "--json files",
+        "compare": "--allreduce-steps --clusters --json --out --processes --quick --run --seeds --steps "
+        "--warm recipe_names",
         "demo": "--clusters --out --run",
         "export": "out state_dir",
         "id": "--state-dir",

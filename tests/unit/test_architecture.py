@@ -63,6 +63,7 @@ ARROWS = {
         "data",
         "gradient_sum",
         "history",
+        "inner",
         "local_outer",
         "outer",
         "pipeline",

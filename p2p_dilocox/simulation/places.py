@@ -1,0 +1,40 @@
+"""What a simulation is told of its clusters, and what it tells."""
+
+from dataclasses import dataclass
+
+from p2p_dilocox.simulation.links import Link
+
+__all__ = ["Absence", "Place", "Point"]
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A cluster is gone from start_s to stop_s of simulated time, as after kill -9: it comes back with its
+    parameters of then, fetches the others' state and goes on where they are.
+    """
+
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a cluster trains. step_s: seconds of an inner step."""
+
+    cluster_id: str
+    step_s: float = 1.0
+    link: Link = Link()
+    absences: tuple[Absence, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """A validation: of the anchor after outer step t, at `seconds` of simulated time, when all clusters
+    together had trained `tokens` and each had sent `sent_bytes` (mean).
+    """
+
+    t: int
+    seconds: float
+    tokens: int
+    sent_bytes: float
+    val_loss: float

@@ -1,0 +1,116 @@
+"""Recipes side by side: what they share, what is computed of their results, and what is not run twice."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from p2p_dilocox.comparison import Cell, Result, Setup, prepare, read_cell, run_cell, summarise
+from p2p_dilocox.errors import SpecError, StateError
+from p2p_dilocox.recipe import recipes
+from p2p_dilocox.runspec import parse_run_as
+from p2p_dilocox.simulation import Point
+from p2p_dilocox.traffic import fp16_bytes, model_tensors
+
+TEXT = """
+[run]
+id = "small"
+recipe = "dilocox"
+outer_steps = 99
+[model.config]
+model_type = "llama"
+vocab_size = 2048
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+max_position_embeddings = 32
+[data]
+seq_len = 16
+[inner]
+H = 4
+batch_size = 2
+lr = 1e-2
+warmup_steps = 2
+[eval]
+batches = 2
+[outer]
+lr = 0.123
+[compression]
+bits = 16
+"""
+SETUP = Setup(text=TEXT, clusters=3, inner_steps=8)
+
+
+def result(recipe: str, seed: int, loss: float) -> Result:
+    return Result(
+        recipe=recipe, seed=seed, val_loss=loss, start_loss=9.0, tokens=100, outer_steps=2, H=4,
+        wire_bytes_per_outer_step=50.0, compression_vs_fp16=8.0, from_local_steps=4.0, from_coding=2.0,
+        utilisation=0.5, tokens_per_s=10.0, seconds=10.0,
+        points=[Point(0, 0.0, 0, 0.0, 9.0), Point(2, 10.0, 100, 100.0, loss)],
+    )  # fmt: skip
+
+
+def test_a_run_as_another_recipe_keeps_all_but_the_method() -> None:
+    first, second = (parse_run_as(TEXT, name, seed=5, inner_steps=8) for name in ("dilocox", "diloco"))
+    for spec, name in ((first, "dilocox"), (second, "diloco")):
+        assert (spec.outer, spec.compression) == (recipes()[name].outer, recipes()[name].compression)
+        assert (spec.run.seed, spec.run.outer_steps, spec.inner.H) == (5, 2, 4)
+    assert (first.model, first.data, first.inner) == (second.model, second.data, second.inner)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_makes_as_many_inner_steps(name: str) -> None:
+    """A method of one inner step per round makes more rounds, and so does one whose fragments take turns."""
+    spec = parse_run_as(TEXT, name, seed=0, inner_steps=8)
+    assert spec.run.outer_steps * spec.inner.H == 8
+    own = recipes()[name].inner.get("H", 4 // recipes()[name].schedule.fragments)
+    assert max(1, own) == spec.inner.H
+
+
+def test_what_a_recipe_cannot_be_is_said_before_anything_runs() -> None:
+    with pytest.raises(SpecError, match='recipe = "dilocoy", must be one of .*did you mean'):
+        SETUP.spec("dilocoy", 0)
+    with pytest.raises(SpecError, match="inner.warmup_steps = 2, must be at most 1"):
+        replace(SETUP, inner_steps=1, text=TEXT.replace("H = 4", "H = 1")).spec("fedavg", 0)
+
+
+def test_a_summary_is_ordered_by_loss_and_counts_the_gap_from_allreduce() -> None:
+    found = summarise(
+        [result("far", 0, 4.4), result("far", 1, 4.0), result("allreduce", 0, 4.0), result("near", 0, 3.0)]
+    )
+    assert [s.recipe for s in found] == ["near", "allreduce", "far"]
+    assert [s.gap for s in found] == pytest.approx([-0.25, 0.0, 0.05])
+    assert [(s.seeds, s.loss_spread) for s in found] == [(1, 0.0), (1, 0.0), (2, pytest.approx(0.4))]
+    assert found[2].mean.points[-1].val_loss == pytest.approx(4.2)
+    assert summarise([result("far", 0, 4.4)])[0].gap is None
+
+
+def test_a_cell_counts_bytes_against_fp16_at_every_step_and_its_result_is_kept(tmp_path: Path) -> None:
+    prepare(SETUP, [0], "opendiloco", tmp_path)
+    seen: list[tuple[int, int]] = []
+    found = run_cell(SETUP, Cell("opendiloco", 0), tmp_path, lambda done, of: seen.append((done, of)))
+    assert seen == [(n, 24) for n in range(1, 25)]
+    fp16 = fp16_bytes(model_tensors(SETUP.spec("opendiloco", 0)).num_parameters, 3)
+    assert found.wire_bytes_per_outer_step == pytest.approx(fp16, rel=0.01)  # it is fp16, every 4 inner steps
+    assert found.compression_vs_fp16 == pytest.approx(4.0, rel=0.01)
+    assert found.tokens == 3 * 8 * 2 * 16
+    # 2 rounds of 31 s and 8 messages of 0.02 s each, behind which nothing is computed
+    assert found.utilisation == pytest.approx(8 / (8 + 2 * (31 + 0.16)), rel=0.01)
+    assert found.points[-1].val_loss == found.val_loss < found.start_loss
+    (file,) = (tmp_path / "cells").iterdir()
+    assert read_cell(SETUP, Cell("opendiloco", 0), tmp_path) == found
+    for other, cell in ((replace(SETUP, clusters=2), Cell("opendiloco", 0)), (SETUP, Cell("opendiloco", 1))):
+        assert read_cell(other, cell, tmp_path) is None
+    file.write_text("{")
+    with pytest.raises(StateError, match="delete it to run it again"):
+        read_cell(SETUP, Cell("opendiloco", 0), tmp_path)
+
+
+def test_all_start_from_the_same_warm_model(tmp_path: Path) -> None:
+    warm = replace(SETUP, warm_steps=20)
+    prepare(warm, [0], "fedavg", tmp_path)
+    starts = [run_cell(warm, Cell(name, 0), tmp_path).start_loss for name in ("fedavg", "dilocox")]
+    cold = run_cell(SETUP, Cell("fedavg", 0), tmp_path).start_loss
+    assert starts[0] == starts[1] < cold - 0.1
