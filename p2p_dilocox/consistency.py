@@ -33,7 +33,7 @@ def _warmup(spec: RunSpec) -> Iterator[Finding]:
 
 def _keep(spec: RunSpec) -> Iterator[Finding]:
     mode = spec.overlap.mode
-    if mode in ("paper", "none") and spec.overlap.keep != 0:
+    if mode in ("eager", "paper", "none") and spec.overlap.keep != 0:
         yield "overlap.keep", f'must be 0 with overlap.mode = "{mode}", which goes on from the anchor'
 
 
@@ -57,6 +57,15 @@ def _drawn(spec: RunSpec) -> Iterator[Finding]:
         yield "compression.lowrank", "must be 0 with a schedule.fraction below 1"
     if spec.compression.feedback not in ("parameters", "none"):
         yield "compression.feedback", 'must be "parameters" or "none" with a schedule.fraction below 1'
+
+
+def _eager(spec: RunSpec) -> Iterator[Finding]:
+    if spec.overlap.mode != "eager":
+        return
+    if spec.schedule.fragments > 1 or spec.schedule.fraction < 1:
+        yield "overlap.mode", 'cannot be "eager" where a round averages a part of the model'
+    if spec.compression.feedback == "parameters":
+        yield "compression.feedback", 'cannot be "parameters" with overlap.mode = "eager"'
 
 
 def _gradient(spec: RunSpec) -> Iterator[Finding]:
@@ -181,6 +190,10 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...
     (("overlap.mode", "overlap.keep"), _keep),
     (("overlap.mode", "overlap.delay", "inner.H"), _delay),
     (("compression.top", "compression.lowrank"), _top),
+    (
+        ("overlap.mode", "schedule.fragments", "schedule.fraction", "compression.feedback"),
+        _eager,
+    ),
     (
         (
             "outer.average",

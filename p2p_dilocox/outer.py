@@ -37,7 +37,7 @@ from p2p_dilocox.runspec import RunSpec
 from p2p_dilocox.selection import partial
 
 __all__ = [
-    "Average", "Delta", "ErrorAlarm", "OuterState", "Residual", "fingerprint", "nesterov_", "same_anchor",
+    "Average", "Delta", "OuterState", "Residual", "fingerprint", "nesterov_", "same_anchor",
 ]  # fmt: skip
 
 Parameters = Mapping[str, Tensor]
@@ -49,7 +49,6 @@ _SIGNS = torch.tensor(
     [2.0 * (byte & 1) - 1.0 for byte in hashlib.shake_256(b"anchor").digest(4 * _FOLD)], dtype=torch.float64
 ).view(4, _FOLD)
 _SAME = 1e-4  # see same_anchor
-_ERROR_LIMIT, _ERROR_STEPS = 3.0, 3  # see ErrorAlarm
 
 
 class Residual(Mapping[str, Tensor]):
@@ -105,6 +104,9 @@ class OuterState:
         zeros = {n: stored(p, dtype=p.dtype, offload=offload) for n, p in parameters.items()}
         self.anchor = {name: zero.copy_(parameters[name].detach()) for name, zero in zeros.items()}
         self.momentum = {n: stored(p, dtype=p.dtype, offload=offload) for n, p in parameters.items()}
+        # Momentum of this cluster's own shares alone, for `peek_`.
+        peeks = parameters if spec.overlap.mode == "eager" else {}
+        self.own_momentum = {n: stored(p, dtype=own, offload=offload) for n, p in peeks.items()}
         second = parameters if spec.outer.average == "gradient" else {}
         self.second_moment = {n: stored(p, dtype=p.dtype, offload=offload) for n, p in second.items()}
         self.undelivered = {n: stored(p, dtype=own, offload=offload) for n, p in parameters.items()}
@@ -185,12 +187,14 @@ class OuterState:
         members: list[str],
         digest: str,
         *,
+        own: Average | None = None,
         lr: float | None = None,
         scale: float = 1.0,
     ) -> None:
         """The outer step t: the same on every cluster, because it depends on committed bytes only.
 
-        lr, scale: of AdamW, if gradients are averaged; scale is what clips them.
+        own: our share of the average, None if we had none. lr, scale: of AdamW, if gradients are averaged;
+        scale is what clips them.
         Only within `restart_`: theta_i and `counted` are measured from the anchor that moves here.
         """
         outer = self.spec.outer
@@ -203,6 +207,11 @@ class OuterState:
                     {name: theta}, {name: v}, average.only(name),
                     lr=outer.lr, beta=outer.momentum, nesterov=outer.nesterov,
                 )  # fmt: skip
+        for name, stored_u in self.own_momentum.items():
+            with borrowed(self.device, stored_u) as (u,):
+                u.mul_(outer.momentum)
+                if own is not None:
+                    own.add_one_(name, u, 1.0)
         for name, (_, q) in average.factors.items():
             self.basis[name].copy_(q)
         self.lineage = next_lineage(self.lineage, t, members, digest)
@@ -249,6 +258,26 @@ class OuterState:
     def shown(self, parameters: Parameters) -> contextlib.AbstractContextManager[None]:
         """Within it theta_i is the anchor, which must not move meanwhile."""
         return shown_in(parameters, self.anchor, copy=self._offload)
+
+    @torch.no_grad()
+    def peek_(self, parameters: Parameters, share: float) -> None:
+        """theta_i <- anchor - lr share (delta + m u), u <- m u + delta: eager updates (arXiv 2502.12996).
+
+        There every cluster has an anchor and a momentum of its own and takes outer steps on share delta_i^t +
+        (Delta^{t-1} - share delta_i^{t-1}). Outer steps are linear, and the sum over t of what is in brackets
+        but for Delta is telescoping: so each such anchor is the common one, which has all Delta up to t - 1,
+        minus a Nesterov step on the cluster's own shares. The common one stays the same everywhere.
+        """
+        outer = self.spec.outer
+        for name, u in self.own_momentum.items():
+            written = parameters[name], self.counted[name]
+            read = self.anchor[name], self.undelivered[name], u
+            for theta, counted, a, delta, before in slices(self.device, _SLICE, written, read):
+                moved = outer.momentum * before.to(theta.dtype) + delta.to(theta.dtype)
+                ahead = delta.to(theta.dtype) + outer.momentum * moved if outer.nesterov else moved
+                fresh = a - theta - counted  # what rounding has left
+                counted.copy_(outer.lr * share * ahead)
+                theta.copy_(a - counted - fresh)
 
     @torch.no_grad()
     def reset_(self, parameters: Parameters) -> None:
@@ -336,32 +365,6 @@ class OuterState:
                     counted.copy_(undelivered)
             carried_sq += square.item()
         self._carried += carried_sq**0.5
-
-
-class ErrorAlarm:
-    """Speaks once, when the error buffer was over 3 times the fresh movement for 3 outer steps running.
-
-    Local feedback behind a codec that keeps the fraction c of the energy holds at most
-    sqrt(1 - c) / (1 - gamma sqrt(1 - c)) of it; more means that what is sent is mostly old, and that a lr
-    which was stable is not. Feedback `paper` grows with every outer step and always comes here.
-    """
-
-    def __init__(self) -> None:
-        self._running, self._silent = 0, False
-
-    def hear(self, ratio: float | None) -> str:
-        """ratio: |error| / |fresh| of an outer step, None if not known. A sentence, or "" if all is well."""
-        if ratio is None or self._silent:
-            return ""
-        self._running = self._running + 1 if ratio > _ERROR_LIMIT else 0
-        if self._running < _ERROR_STEPS:
-            return ""
-        self._silent = True
-        return (
-            f"the error buffer is {ratio:.1f} times what this cluster moves in an outer step, above "
-            f"{_ERROR_LIMIT:g} for {_ERROR_STEPS} outer steps: contributions are mostly old. The run needs a "
-            'smaller compression.gamma, a larger compression.lowrank, or compression.feedback = "local"'
-        )
 
 
 def fingerprint(sketch: list[float], numel: int) -> tuple[float, ...]:

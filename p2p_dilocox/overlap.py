@@ -4,6 +4,7 @@ none      at once; the clusters wait for the round (DiLoCo)
 arrival   at the inner step after it arrives, at the next boundary at the latest
 delay     after so many inner steps (tau); the clusters wait for it there (Streaming DiLoCo)
 boundary  at the next boundary, always one outer step behind
+eager     as boundary, from an anchor that has the cluster's own share of the next average already
 paper     as boundary, and local movement is given up: DiLoCoX, Algorithm 2 to the letter
 """
 
@@ -17,6 +18,7 @@ class Overlap(Enum):
     ARRIVAL = "arrival"
     DELAY = "delay"
     BOUNDARY = "boundary"
+    EAGER = "eager"
     PAPER = "paper"
 
     @property
@@ -34,11 +36,17 @@ class Overlap(Enum):
         return self is Overlap.DELAY
 
     @property
+    def peeks(self) -> bool:
+        """Whether a cluster goes on from `OuterState.peek_` when its round starts."""
+        return self is Overlap.EAGER
+
+    @property
     def carries(self) -> bool:
         """Whether what a restart takes from theta_i goes into the next contribution.
 
-        In `boundary` and `paper` that is movement which the next contribution, made at the same moment, would
-        have had. With `none` nothing moves in flight but what rounding left. In `arrival` the part that
-        survives is sent with the next contribution, and (1 - keep) of what moved in flight is given up.
+        In `boundary`, `eager` and `paper` that is movement which the next contribution, made at the same
+        moment, would have had. With `none` nothing moves in flight but what rounding left. In `arrival` the
+        part that survives is sent with the next contribution, and (1 - keep) of what moved in flight is given
+        up.
         """
         return self not in (Overlap.ARRIVAL, Overlap.DELAY)

@@ -37,6 +37,7 @@ OVERLAP_DEFAULTS: dict[str, tuple[Overlap, Outer]] = {
     "arrival": (Overlap(mode="arrival", keep=0.5), Outer(lr=0.7, momentum=0.7)),
     "delay": (Overlap(mode="delay", keep=0.5), Outer(lr=0.7, momentum=0.7)),
     "boundary": (Overlap(mode="boundary", keep=0.5), Outer(lr=0.5, momentum=0.7)),
+    "eager": (Overlap(mode="eager"), Outer(lr=0.4, momentum=0.5)),
     "paper": (Overlap(mode="paper"), Outer(lr=0.5, momentum=0.5)),
     "none": (Overlap(), Outer(lr=0.7, momentum=0.7)),
 }

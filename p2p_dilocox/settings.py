@@ -206,7 +206,7 @@ class Overlap:
 
     mode: Annotated[
         str,
-        one_of("arrival", "delay", "boundary", "paper", "none"),
+        one_of("arrival", "delay", "boundary", "eager", "paper", "none"),
         "when the average of a round is applied",
     ] = "none"
     keep: Annotated[

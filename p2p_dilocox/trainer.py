@@ -21,6 +21,7 @@ from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.round import Round, Rounds
 from p2p_dilocox.data import Batches
+from p2p_dilocox.error_alarm import ErrorAlarm
 from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
 from p2p_dilocox.events import (
     Evaluated,
@@ -36,7 +37,7 @@ from p2p_dilocox.gradient_sum import GradientSum
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer, learning_rate
 from p2p_dilocox.local_outer import LocalOuter
-from p2p_dilocox.outer import ErrorAlarm, OuterState, fingerprint
+from p2p_dilocox.outer import OuterState, fingerprint
 from p2p_dilocox.outer_step import covered
 from p2p_dilocox.overlap import Overlap
 from p2p_dilocox.pipeline import Pipeline, StepResult
@@ -102,6 +103,8 @@ def train(spec: RunSpec, rank: Rank) -> bool:
             rank.progress.h = 0
             if overlap.waits_at_start or rank.wanted:
                 land(spec, rank)
+            elif overlap.peeks:
+                peek(spec, rank)
             if rank.wanted and rank.t <= last:
                 raise Stop(rank.wanted)
     except Stop as stop:
@@ -260,6 +263,15 @@ def land(spec: RunSpec, rank: Rank) -> None:
     after_outer_step(spec, rank)
 
 
+def peek(spec: RunSpec, rank: Rank) -> None:
+    """Go on from the anchor with our own share of the round on the wire, one of as many as the last had."""
+    share = 1.0 / max(1, len(rank.outer.members) or spec.run.min_clusters)
+    parameters = rank.pipeline.parameters
+    with rank.local.moved_(parameters) if rank.local else contextlib.nullcontext():
+        rank.outer.peek_(parameters, share)
+    rank.pipeline.sync_tied_()
+
+
 def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
     """Usually one. Several, if this cluster was left behind; it had its share in at most one of those."""
     outer, overlap, keep = rank.outer, Overlap(spec.overlap.mode), spec.overlap.keep
@@ -278,12 +290,13 @@ def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
     covers = covered([step.average for step in outcome.steps])
     with outer.restart_(rank.pipeline.parameters, keep, carry=carry, blend=blend, covers=covers):
         for step in outcome.steps:
+            own = step.own if offered(step, rank.cluster_id) else None
             if spec.outer.average == "gradient":
                 lr = learning_rate(spec.inner, (step.t - 1) * spec.inner.H, total_inner_steps(spec))
                 scale = clipping(spec, rank, step)
                 outer.step(step.average, step.t, step.members, step.digest, lr=lr, scale=scale)
             else:
-                outer.step(step.average, step.t, step.members, step.digest)
+                outer.step(step.average, step.t, step.members, step.digest, own=own)
     if forgotten:
         outer.reset_(rank.pipeline.parameters)
 

@@ -26,7 +26,7 @@ from p2p_dilocox.trainer import Rank
 
 __all__ = ["CheckpointStore", "Saved", "anchors", "load_rank", "newest"]
 
-_OUTER = ("anchor", "momentum", "second_moment", "undelivered", "counted", "basis")
+_OUTER = ("anchor", "momentum", "second_moment", "own_momentum", "undelivered", "counted", "basis")
 _PARTIAL = ".partial-"
 _STEP = re.compile(r"step-(\d{1,9})")
 

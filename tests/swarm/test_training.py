@@ -162,7 +162,7 @@ def test_two_clusters_end_with_equal_parameters_in_every_overlap(
         assert simulated_training(text, peers[0].state, ids) == first.parameter_digests
 
 
-@pytest.mark.parametrize("recipe", ["overlap-sparta", "streaming"])
+@pytest.mark.parametrize("recipe", ["overlap-sparta", "streaming", "cocktailsgd"])
 def test_two_clusters_end_with_equal_parameters_under_every_kind_of_schedule(
     swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], recipe: str
 ) -> None:

@@ -53,6 +53,10 @@ class InStep:
             for stage, a, b in zip(stages, own_p, own_q, strict=True)
         ]
 
+    def peek(self, share: float) -> None:
+        for outer, theta in zip(self.outers, self.theta, strict=True):
+            outer.peek_(theta, share)
+
     def land(self, steps: list[OuterStep]) -> None:
         for rank, step in zip(self.ranks, steps, strict=True):
             local, theta = rank.local, rank.pipeline.parameters

@@ -39,6 +39,7 @@ ARROWS = {
     "data": set[str](),
     "pipeline": set[str](),
     "inner": set[str](),
+    "error_alarm": set[str](),
     "offload": set[str](),
     "outer_step": set[str](),
     "local_outer": {"outer_step"},
@@ -50,6 +51,7 @@ ARROWS = {
     "trainer": {
         "averaging",
         "data",
+        "error_alarm",
         "gradient_sum",
         "history",
         "inner",

@@ -110,3 +110,44 @@ def test_an_outer_step_of_diloco_is_a_sum_of_pseudo_gradients() -> None:
     assert found[:6] == pytest.approx([0.7 * 1.9, *(0.7 * 0.9**k for k in range(2, 7))], abs=1e-12)
     plain = weights(1.33, 0.43, nesterov=False, of="pseudo-gradients")
     assert found[:2] == pytest.approx(plain[:2], abs=0.01)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.5, True), (0.7, False), (0.0, False)])
+def test_eager_updates_are_outer_steps_on_anchors_of_their_own(momentum: float, nesterov: bool) -> None:
+    """arXiv 2502.12996: every cluster's own theta_i and v_i, on w r_i^t + (Delta^{t-1} - w r_i^{t-1}).
+
+    Here the anchor is common, and only the parameters that a cluster goes on from have its own share.
+    """
+    outer = Outer(lr=0.4, momentum=momentum, nesterov=nesterov)
+    spec, count = replace(spec_of("eager", "none"), outer=outer), 3
+    swarm, w = InStep(spec, START, count, 2), 1 / count
+    theta = [copy.deepcopy(START) for _ in range(count)]
+    v = [{n: torch.zeros_like(p) for n, p in START.items()} for _ in range(count)]
+    before = [{n: torch.zeros_like(p) for n, p in START.items()} for _ in range(count)]
+    late = {n: torch.zeros_like(p) for n, p in START.items()}
+    pending = None
+    for t in range(1, 11):
+        moved = [copy.deepcopy(start) for start in theta]
+
+        def pull(number: int, params: dict[str, Tensor], t: int = t) -> None:
+            for name, place in random_tensors(100 * t + number).items():
+                params[name] += 0.3 * (place - params[name])
+
+        swarm.move(pull)
+        for number, params in enumerate(moved):
+            pull(number, params)
+        if pending:
+            swarm.land(pending)
+        pending = swarm.start(t)
+        swarm.peek(w)
+        fresh = [{n: theta[i][n] - moved[i][n] for n in START} for i in range(count)]
+        for i in range(count):
+            for n in START:
+                d = w * fresh[i][n] + (late[n] - w * before[i][n])
+                v[i][n] = momentum * v[i][n] + d
+                theta[i][n] = theta[i][n] - 0.4 * (d + momentum * v[i][n] if nesterov else v[i][n])
+                torch.testing.assert_close(swarm.theta[i][n], theta[i][n], rtol=0, atol=1e-12)
+        late = {n: torch.stack([f[n] for f in fresh]).mean(0) for n in START}
+        before = fresh
+    anchors = [outer.anchor for outer in swarm.outers]
+    assert all(torch.equal(a[n], anchors[0][n]) for a in anchors for n in START)

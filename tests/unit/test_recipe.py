@@ -32,6 +32,7 @@ def test_dense_differs_from_dilocox_by_the_low_rank_and_its_damping_only() -> No
         ("sparta", Outer(lr=1.0, momentum=0.0, nesterov=False), "none", 32),
         ("overlap-sparta", Outer(lr=1.0, momentum=0.0, nesterov=False), "delay", 32),
         ("allreduce", Outer(lr=1.0, momentum=0.0, nesterov=False, average="gradient"), "none", 32),
+        ("eager", Outer(lr=0.4, momentum=0.5), "eager", 32),
         ("cocktailsgd", Outer(lr=1.0, momentum=0.0, nesterov=False), "none", 4),
         ("sparseloco", Outer(lr=1.0, momentum=0.0, nesterov=False), "none", 2),
         ("streaming", Outer(lr=0.4, momentum=0.9), "delay", 4),
@@ -72,7 +73,7 @@ def test_error_feedback_is_damped_behind_a_low_rank_only() -> None:
 
 def test_overlap_defaults_are_keyed_by_their_own_mode() -> None:
     assert {mode: overlap.mode for mode, (overlap, _) in OVERLAP_DEFAULTS.items()} == {
-        mode: mode for mode in ("arrival", "delay", "boundary", "paper", "none")
+        mode: mode for mode in ("arrival", "delay", "boundary", "eager", "paper", "none")
     }
 
 

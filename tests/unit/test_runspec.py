@@ -200,7 +200,7 @@ ONE_KEY = [
         "lr = 1e-3",
         'lr = 1e-3\n[overlap]\nmode = "late"',
         27,
-        'mode = "late", must be one of arrival, delay, boundary, paper, none',
+        'mode = "late", must be one of arrival, delay, boundary, eager, paper, none',
     ),
     ("lr = 1e-3", "lr = 1e-3\n[overlap]\nkeep = 1.5", 27, "keep = 1.5, must be between 0 and 1"),
     (
