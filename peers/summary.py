@@ -10,7 +10,7 @@ from p2p_dilocox.data.text import source_files
 from p2p_dilocox.errors import DataError
 from p2p_dilocox.pipeline import config_from_spec, cut_layers
 from p2p_dilocox.pipeline.load import find_weights
-from p2p_dilocox.pipeline.skeleton import read_skeleton
+from p2p_dilocox.pipeline.skeleton import Skeleton, read_skeleton
 from p2p_dilocox.runspec import RunSpec, total_inner_steps, warnings_for
 from p2p_dilocox.traffic import fp16_bytes, model_tensors, round_bytes
 
@@ -33,8 +33,10 @@ def spec_summary(spec: RunSpec) -> Group:
     traffic = cut = start = "not known without the model"
     if spec.model.config or (Path(spec.model.path) / "config.json").is_file():
         tensors = model_tensors(spec)  # runs the model once, without values
-        model += f", {tensors.num_parameters:,} parameters"
-        cut, start = _cut_text(spec), _start_text(spec)
+        skeleton = read_skeleton(config_from_spec(spec.model))
+        model = f"{skeleton.model.config.model_type} in {spec.model.stages} stages"
+        model += f", {tensors.num_parameters:,} parameters" + (", head tied" if skeleton.tied else "")
+        cut, start = _cut_text(spec, skeleton), _start_text(spec, skeleton)
         traffic = (
             f"{bytes_text(round_bytes(spec, tensors, 2))} per outer step from each of two clusters "
             f"(fp16: {bytes_text(fp16_bytes(tensors.num_parameters, 2))})"
@@ -45,7 +47,8 @@ def spec_summary(spec: RunSpec) -> Group:
         "model": model,
         "cut": cut,
         "start": start,
-        "data": f"{data.source}, sequences of {data.seq_len} tokens, {tokens:,} tokens per cluster",
+        "data": f"{data.source}, sequences of {data.seq_len} tokens, packing {data.packing}, "
+        f"{tokens:,} tokens per cluster",
         "inner": f"H {inner.H}, batch {inner.batch_size} in {inner.microbatches} microbatches, "
         f"lr {inner.lr:g}",
         "outer": f"lr {spec.outer.lr:g}, momentum {spec.outer.momentum:g}, overlap {spec.overlap.mode}",
@@ -58,10 +61,9 @@ def spec_summary(spec: RunSpec) -> Group:
     return Group(table, *(Text(f"warning: {warning}", "yellow") for warning in warnings))
 
 
-def _cut_text(spec: RunSpec) -> str:
-    config = config_from_spec(spec.model)
-    skeleton, parts = read_skeleton(config), []
-    for layers in cut_layers(config, spec.model.stages, spec.model.cut):
+def _cut_text(spec: RunSpec, skeleton: Skeleton) -> str:
+    parts = []
+    for layers in cut_layers(skeleton.model.config, spec.model.stages, spec.model.cut):
         memory, work = (
             sum(costs[layers.start : layers.stop]) / sum(costs)
             for costs in (skeleton.sizes(), skeleton.work())
@@ -71,10 +73,10 @@ def _cut_text(spec: RunSpec) -> str:
     return "; ".join(parts)
 
 
-def _start_text(spec: RunSpec) -> str:
+def _start_text(spec: RunSpec, skeleton: Skeleton) -> str:
     if spec.model.start == "seed":
         return f"parameters drawn with seed {spec.run.seed}"
-    weights = find_weights(Path(spec.model.path), read_skeleton(config_from_spec(spec.model)))
+    weights = find_weights(Path(spec.model.path), skeleton)
     return f"{len(weights.files)} tensors in {len(set(weights.files.values()))} files of {spec.model.path}"
 
 

@@ -30,6 +30,7 @@ def write_weights(directory: Path, seed: int, **how: Any) -> None:
     torch.manual_seed(seed)
     config = load_model_config(parse_run(run_text()).model)
     config.tie_word_embeddings = False
+    config.attention_dropout = 0.1
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()
@@ -38,7 +39,7 @@ def write_weights(directory: Path, seed: int, **how: Any) -> None:
 
 def from_weights(directory: Path, outer_steps: int) -> str:
     head, _, rest = run_text(outer_steps=outer_steps, min_clusters=2).partition("[model.config]")
-    tail = rest[rest.index("[data]") :]
+    tail = rest[rest.index("[data]") :].replace("[data]", '[data]\npacking = "documents"')
     return f'{head}path = "{directory}"\nstart = "weights"\n{tail}'
 
 

@@ -67,7 +67,7 @@ MODELS: dict[str, dict[str, object]] = {
     "llama-5-tied": LLAMA | {"tie_word_embeddings": True, "num_hidden_layers": 5},
 }
 # Drops out, keeps documents apart, pads, and computes its layers again for the gradient.
-EVERYTHING = GPT2 | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+EVERYTHING = GPT2 | {"n_layer": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
 def spec_of(

@@ -83,6 +83,18 @@ def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
             torch.testing.assert_close(chain.theta()[name].grad, parameter.grad, rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_computes_near_fp32_and_keeps_fp32_gradients(family: str) -> None:
+    chain, tokens = Chain(config_of(FAMILIES[family]), 3, documents=True), sequences(7)
+    tokens[0, 4] = END
+    full = chain.forward_backward(tokens)
+    for span in chain.spans:
+        span.module.autocast_dtype, span.module.checkpointing = torch.bfloat16, True
+    half = chain.forward_backward(tokens)
+    assert half != full and half == pytest.approx(full, rel=1e-2)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in chain.everything())
+
+
 DROPPING: dict[str, dict[str, Any]] = {
     "gemma2": FAMILIES["gemma2"] | {"attention_dropout": 0.1},
     "gpt2": FAMILIES["gpt2"] | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},

@@ -63,6 +63,7 @@ LAUNCHES = {
         case_of(DEEP, 5, "interleaved-zero-bubble"),  # a chunk of two stages at rank 1
         case_of(DEEP, 5, "zbv"),  # both ends at rank 0, with two stages in the last chunk
         case_of(DEEP, 4, "zbv", microbatches=1),
+        case_of("everything", 4, "zbv"),
         HALF,
     ],
     3: [
