@@ -119,11 +119,13 @@ class RoundDropped(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated(Event):
-    """Validation loss (nats per token) of the anchor after outer step t."""
+    """Validation loss (nats per token) of the anchor after outer step t; and of the mean of the last anchors,
+    if the run asks for it and there are two."""
 
     kind: ClassVar[str] = "evaluated"
     t: int
     val_loss: float
+    mean_val_loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -265,6 +265,8 @@ class Eval:
 
     every: Annotated[int, at_least(1), "outer steps between validations"] = 1
     batches: Annotated[int, at_least(1), "batches of batch_size sequences per validation"] = 8
+    average: Annotated[int, at_least(1), "anchors (k) whose mean is validated as well; 1: none"] = 1
+    average_every: Annotated[int, at_least(1), "outer steps (T) between two of these anchors"] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from p2p_dilocox.anchor_mean import AnchorMean
 from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
@@ -37,6 +38,7 @@ from p2p_dilocox.gradient_sum import GradientSum
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer, learning_rate
 from p2p_dilocox.local_outer import LocalOuter
+from p2p_dilocox.offload import shown_in
 from p2p_dilocox.outer import OuterState, fingerprint
 from p2p_dilocox.outer_step import covered
 from p2p_dilocox.overlap import Overlap
@@ -77,6 +79,7 @@ class Rank:
     skipped: int = 0  # inner steps whose loss or gradient was not finite
     alarm: ErrorAlarm = field(default_factory=ErrorAlarm)
     local: LocalOuter | None = None  # outer steps of this cluster alone
+    anchors: AnchorMean | None = None  # the last ones, whose mean is validated
 
 
 def train(spec: RunSpec, rank: Rank) -> bool:
@@ -235,6 +238,8 @@ def land(spec: RunSpec, rank: Rank) -> None:
         moved = rank.local.moved_(rank.pipeline.parameters) if rank.local else contextlib.nullcontext()
         with rank.lock, moved:
             take_outer_steps(spec, rank, outcome)
+        if rank.anchors:
+            rank.anchors.take(outer.t, outer.anchor)
         rank.pipeline.sync_tied_()
     rank.progress.move_to(max(outer.t, outcome.t), outer)
     rank.t = max(rank.t, outer.t + 1)  # a cluster that was left behind goes on where the others are
@@ -354,8 +359,13 @@ def evaluate(spec: RunSpec, rank: Rank) -> float:
     with contextlib.nullcontext() if mixed else rank.outer.shown(rank.pipeline.parameters):
         rank.pipeline.sync_tied_()
         loss = rank.pipeline.evaluate(rank.batches.valid_batches(spec.eval.batches))
+    mean, mean_loss = rank.anchors.mean() if rank.anchors else None, None
+    if mean is not None:
+        with shown_in(rank.pipeline.parameters, mean, copy=True):
+            rank.pipeline.sync_tied_()
+            mean_loss = rank.pipeline.evaluate(rank.batches.valid_batches(spec.eval.batches))
     rank.pipeline.sync_tied_()
-    rank.report(Evaluated(rank=rank.index, t=rank.outer.t, val_loss=loss))
+    rank.report(Evaluated(rank=rank.index, t=rank.outer.t, val_loss=loss, mean_val_loss=mean_loss))
     return loss
 
 

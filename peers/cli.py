@@ -224,11 +224,18 @@ def status(link: str | None, state_dir: Path | None, as_json: bool) -> None:
 @main.command()
 @click.argument("state_dir", type=STATE_DIR)
 @click.argument("out", type=DirectoryName())
-def export(state_dir: Path, out: Path) -> None:
+@click.option(
+    "--average", type=click.IntRange(1), default=1, show_default=True, help="Mean of so many checkpoints."
+)
+def export(state_dir: Path, out: Path, average: int) -> None:
     """Write the last checkpoint of STATE_DIR to OUT as a Hugging Face model."""
     from .export import export_newest
 
-    click.echo(f"wrote the model of outer step {export_newest(state_dir, out)} to {out}")
+    steps = export_newest(state_dir, out, average)
+    which = (
+        f"outer step {steps[0]}" if average == 1 else f"the mean of outer steps {', '.join(map(str, steps))}"
+    )
+    click.echo(f"wrote the model of {which} to {out}")
 
 
 @main.command()

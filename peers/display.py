@@ -77,7 +77,9 @@ class PlainDisplay:
                     self._phase, self._phase_time = event.name, event.time
                     self.say(phase_line(progress))
             case Evaluated() if event.rank == 0:
-                self.say(f"outer {event.t} evaluated  val loss {event.val_loss:.3f}")
+                mean = event.mean_val_loss
+                more = "" if mean is None else f"  of the mean of the last anchors {mean:.3f}"
+                self.say(f"outer {event.t} evaluated  val loss {event.val_loss:.3f}{more}")
             case RoundDropped() if event.rank == 0:
                 self.say(f"outer {event.t} dropped  {progress.dropped[event.t]}")
             case StepSkipped() if event.rank == 0:

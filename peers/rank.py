@@ -17,6 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from p2p_dilocox.anchor_mean import build_anchor_mean
 from p2p_dilocox.averaging.coded import StageLayouts
 from p2p_dilocox.averaging.company import CALL_FAILED, Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
@@ -221,6 +222,7 @@ def _build(
         outer=outer, rounds=rounds, batches=batches, progress=progress, history=history,
         checkpoints=CheckpointStore(state / "checkpoints", digest, spec.checkpoint.keep),
         local=build_local_outer(spec.local, pipeline.parameters),
+        anchors=build_anchor_mean(spec),
         wish=wish, report=report, lock=lock,
     )  # fmt: skip
     saved = newest(state / "checkpoints", digest)

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from p2p_dilocox.errors import StateError
 from p2p_dilocox.events import Checkpointed, Warned
 from p2p_dilocox.trainer import Rank
 
-__all__ = ["CheckpointStore", "Saved", "anchors", "load_rank", "newest"]
+__all__ = ["CheckpointStore", "Saved", "anchors", "load_rank", "newest", "newest_first"]
 
 _OUTER = ("anchor", "momentum", "second_moment", "own_momentum", "undelivered", "counted", "basis")
 _PARTIAL = ".partial-"
@@ -106,15 +107,19 @@ class CheckpointStore:
 def newest(directory: Path, spec_digest: str) -> Saved | None:
     """The newest complete checkpoint of this run whose files have the
     sha256 of their manifest; None if there is none."""
+    return next(newest_first(directory, spec_digest), None)
+
+
+def newest_first(directory: Path, spec_digest: str) -> Iterator[Saved]:
+    """All such checkpoints."""
     for step in _steps(directory):
         try:
             manifest = json.loads((step / "manifest.json").read_text())
             whole = all(_sha256(step / name) == digest for name, digest in manifest["files"].items())
             if whole and manifest["spec"] == spec_digest:
-                return Saved(step, manifest["place"])
+                yield Saved(step, manifest["place"])
         except (OSError, ValueError, KeyError, AttributeError):
             continue
-    return None
 
 
 def load_rank(saved: Saved, rank: Rank) -> None:

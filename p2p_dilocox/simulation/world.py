@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from p2p_dilocox.anchor_mean import build_anchor_mean
 from p2p_dilocox.averaging.coded import StageLayouts
 from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
@@ -110,6 +111,7 @@ class _Cluster:
             index=0, cluster_id=self.place.cluster_id, pipeline=pipeline, outer=outer,
             inner=build_inner(spec, pipeline, outer),
             local=build_local_outer(spec.local, pipeline.parameters),
+            anchors=build_anchor_mean(spec),
             rounds=cast(Any, SimpleNamespace(start=self._start)),
             batches=Batches(corpus, spec, self.place.cluster_id), progress=Progress(),
             history=self.world.history(self.place.cluster_id, list(self.layouts)),

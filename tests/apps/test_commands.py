@@ -52,7 +52,7 @@ def test_the_options_of_every_command_are_frozen() -> None:
         "compare": "--allreduce-steps --clusters --json --out --processes --quick --run --seeds --steps "
         "--warm recipe_names",
         "demo": "--clusters --out --run",
-        "export": "out state_dir",
+        "export": "--average out state_dir",
         "id": "--state-dir",
         "join": "--adamw-bits --announce --client --cluster --devices --link-file --listen --microbatches "
         "--name --offload --schedule --state-dir --threads link",
