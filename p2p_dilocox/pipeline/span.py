@@ -126,9 +126,11 @@ class SpanModule(nn.Module):
             self.entry.received = x
             # Only shape, dtype and device of inputs_embeds matter: `entry` replaces what is made of it.
             inputs["inputs_embeds"] = x.detach()
-        enabled = self.autocast_dtype is not None
+        enabled, trains = self.autocast_dtype is not None, torch.is_grad_enabled()
+        dtype = self.autocast_dtype or torch.bfloat16
         with (
-            torch.autocast(x.device.type, dtype=self.autocast_dtype or torch.bfloat16, enabled=enabled),
+            # Copies of weights made without gradients, as in torch's trial run, must not serve later passes.
+            torch.autocast(x.device.type, dtype=dtype, enabled=enabled, cache_enabled=trains),
             self._drawing("before the layers", x.device),
         ):
             # The head is part of the model's own forward: some families scale or cap logits there.

@@ -87,7 +87,9 @@ class Pipeline:
         """
         for parameter in self.all_parameters:
             parameter.grad = None
-        with self._answered("a training step"):
+        # An autocast around that of the spans keeps their bf16 copies of weights until the step is done: one
+        # copy, not one per microbatch in flight. It is off itself, for the backward passes.
+        with self._answered("a training step"), torch.autocast(self.device.type, enabled=False):
             for span in self.spans:
                 span.module.stream = stream
             self._loss = self._run(tokens, training=True)

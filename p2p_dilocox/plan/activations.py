@@ -29,11 +29,13 @@ class Activations:
     """Bytes of one microbatch on one rank, parameters not included."""
 
     kept: int
-    """From its forward to its backward."""
+    """From its forward to its backward, beside what all microbatches share: copies of weights in bf16."""
     first: int
-    """Most while it goes forward and back and the gradients come into being; they are included."""
+    """Most while it goes forward and back and the gradients come into being; they are included, and what is
+    shared."""
     later: int
-    """Most while it goes forward and back and adds to gradients that are there; those are not included."""
+    """Most while it goes forward and back and adds to gradients that are there; those are not included, what
+    is shared is."""
     hidden: int
     """What it sends to the next rank; 0 on the last."""
 
@@ -74,7 +76,7 @@ def measure_activations(span: Span, microbatch: int, seq_len: int) -> Activation
     module = span.module
     share_experts_equally(module.model)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", enabled=False):  # as Pipeline
             module.to_empty(device="cpu")
             return _two_microbatches(module, span, microbatch, seq_len)
     except (AttributeError, NotImplementedError, RuntimeError) as error:
@@ -93,7 +95,7 @@ def _two_microbatches(module: nn.Module, span: Span, microbatch: int, seq_len: i
     live = _LiveBytes([*module.parameters(), *module.buffers()])
     grads, found, hidden = 0, [], 0
     for _ in range(2):
-        live.peak = live.now
+        before = live.peak = live.now
         with live:
             output = module(inputs, tokens=tokens)
             result = output
@@ -102,12 +104,12 @@ def _two_microbatches(module: nn.Module, span: Span, microbatch: int, seq_len: i
                 if span.is_first:  # torch's schedules keep what a stage has returned, `alone` does not
                     output = result
             hidden = 0 if span.is_last else output.untyped_storage().nbytes()
-            kept = live.now - grads
+            kept = live.now - before
             result.backward(None if span.is_last else torch.ones_like(result))
             del output, result
         inputs.grad = None
         found.append((kept, live.peak - grads))
-        grads = live.now
+        grads = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
     return Activations(kept=found[1][0], first=found[0][1], later=found[1][1], hidden=hidden)
 
 

@@ -4,18 +4,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from p2p_dilocox.pipeline import config_from_spec
+from p2p_dilocox.pipeline.schedule import TokenLoss
 from tests.unit.pipeline_rank import (
     CLIP_NORM,
     CPU,
@@ -265,6 +268,35 @@ def test_a_batch_that_microbatches_cannot_share_evenly_is_refused() -> None:
     pipeline = pipeline_of(spec_of("llama", 1, microbatches=3), 0, 1)
     with pytest.raises(ValueError, match=r"8 sequences, must be a multiple of inner\.microbatches = 3"):
         pipeline.forward_backward(batch_of(0))
+
+
+class _Casts(TorchDispatchMode):
+    """Counts how often each parameter becomes bf16."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.of = {p.data_ptr(): 0 for p in parameters}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.of:
+            self.of[args[0].data_ptr()] += 1
+        return result
+
+
+def test_microbatches_share_one_bf16_copy_of_each_weight_and_gradients_keep_their_bits() -> None:
+    shared, apart = (pipeline_of(spec_of("llama", 1, precision="bf16"), 0, 1) for _ in range(2))
+    casts = _Casts(shared.all_parameters)
+    with casts:
+        shared.forward_backward(batch_of(0))
+    assert set(casts.of.values()) == {0, 1}
+    module, tokens = apart.spans[0].module.train(), batch_of(0)
+    loss_of = TokenLoss(tokens[:, 1:], 4)
+    for part in tokens.chunk(4):
+        (loss_of(module(part[:, :-1]), part[:, 1:]) / 4).backward()  # type: ignore[no-untyped-call]
+    for one, other in zip(shared.all_parameters, apart.all_parameters, strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_bf16_computes_near_fp32_and_keeps_fp32_gradients() -> None:

@@ -176,7 +176,10 @@ def test_activations_are_what_autograd_saves(model: str, rank: int, ranks: int, 
 
     inputs = torch.zeros(4, 64, dtype=torch.long) if rank == 0 else torch.randn(4, 64, 64, requires_grad=True)
     known.add(inputs.untyped_storage().data_ptr())
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    # The second of two microbatches: they share what the first has cast to bf16.
+    with torch.autocast("cpu", enabled=False), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        before = span.module(inputs)
+        known |= saved.keys() | {before.untyped_storage().data_ptr()}
         output = span.module(inputs)
         if span.is_last:
             targets = torch.zeros(4 * 64, dtype=torch.long)
