@@ -54,7 +54,12 @@ def rank_memory(spec: RunSpec, model: PlannedModel, cluster: Cluster, rank: int,
     owned = sum(math.prod(shape) for shape in shapes.values())
     copy = model.tied_copy(spec, cluster, rank)
     held = owned + (math.prod(copy) if copy else 0)
-    moments = sum(_moment_bytes(s, cluster.adamw_bits) for s in (*shapes.values(), *([copy] if copy else [])))
+    gradients_averaged = spec.outer.average == "gradient"  # then AdamW is the outer optimizer
+    moments = (
+        0
+        if gradients_averaged
+        else sum(_moment_bytes(s, cluster.adamw_bits) for s in (*shapes.values(), *([copy] if copy else [])))
+    )
     largest = 4 * max(math.prod(shape) for shape in shapes.values())
     own = {32: 4, 64: 8}.get(spec.compression.bits, 2)
     device = "device" if cluster.device == "cuda" else "host"
@@ -62,20 +67,26 @@ def rank_memory(spec: RunSpec, model: PlannedModel, cluster: Cluster, rank: int,
     step = _step_bytes(spec, model, cluster, rank, 4 * held)
     # AdamW on a CPU makes two tensors like the one it is at; an outer step one or two, and slices.
     other = max(2 * largest, largest + 16 * min(largest, 4 * _SLICE_VALUES))
-    rows = [
+    state = [
         Row("parameters", 4 * held, device),
-        Row("gradients", 4 * held, device),
         Row("inner optimizer", moments, device),
+        Row("local outer optimizer", 8 * owned if spec.local.every else 0, device),
         Row("anchor", 4 * owned, outer),
         Row("outer momentum", 4 * owned, outer),
+        Row("momentum of own shares", own * owned if spec.overlap.mode == "eager" else 0, outer),
+        Row("second moment", 4 * owned if gradients_averaged else 0, outer),
         Row("undelivered", own * owned, outer),
         Row("counted", own * owned, outer),
-        *([Row("local outer optimizer", 8 * owned, device)] if spec.local.every else []),
+    ]
+    rows = [
+        *state,
+        Row("gradients", 4 * held, device),
         Row("activations", step, device),
         Row("at other moments", max(0, round(other) - step), device),
         *_round_rows(spec, model, cluster, rank, shapes, clusters, device),
-        # All that is kept but gradients, while it is written.
-        Row("checkpoint", (12 + 8 * bool(spec.local.every) + 2 * own) * owned + moments, "host"),
+        Row("anchors to average", 4 * owned * spec.eval.average if spec.eval.average > 1 else 0, "host"),
+        # All that is kept, while it is written.
+        Row("checkpoint", sum(row.bytes for row in state) - 4 * (held - owned), "host"),
     ]
     for where in ("device", "host"):
         if size := FRAMEWORK.get((cluster.device, where)):

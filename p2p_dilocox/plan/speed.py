@@ -145,7 +145,7 @@ def codings(spec: RunSpec, model: PlannedModel) -> list[Coding]:
     width = int(model.config.hidden_size)
     plain = replace(
         spec.compression, bits=4, return_bits=4, strong_bits=4, lowrank=0, gamma=1.0, gather_up_to=2,
-        feedback="local",
+        feedback="local", top=1.0, return_top=1.0,
     )  # fmt: skip
     found = [Coding("4 bits, lowrank 0", plain)]
     for part in (4, 8, 16):

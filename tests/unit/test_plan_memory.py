@@ -116,6 +116,21 @@ def test_state_is_what_the_real_objects_hold(bits: int, rank: int, ranks: int, a
     assert row(planned, "averaging: basis") == total(outer.basis.values())
 
 
+@pytest.mark.parametrize(("mode", "average"), [("eager", "pseudo-gradient"), ("none", "gradient")])
+def test_every_tensor_of_the_outer_state_is_planned(mode: str, average: str) -> None:
+    spec = spec_of(32)
+    overlap = replace(spec.overlap, mode=mode, keep=0.0)
+    spec = replace(spec, overlap=overlap, outer=replace(spec.outer, average=average))
+    planned = rank_memory(spec, PlannedModel(spec), Cluster(1, "cpu"), 0, clusters=4)
+    span = span_of(spec, 0, 1)
+    owned = {n: p for parameters in span.stage_parameters.values() for n, p in parameters.items()}
+    outer = OuterState(spec, owned, span.embedding_names, "")
+    real = [t for part in vars(outer).values() if isinstance(part, dict) for t in part.values()]
+    names = ("anchor", "outer momentum", "momentum of own shares", "second moment", "undelivered", "counted")
+    assert total(real) == sum(row(planned, name) for name in (*names, "averaging: basis"))
+    assert (row(planned, "inner optimizer") == 0) == (average == "gradient")
+
+
 @pytest.mark.parametrize("bits", [4, 64])
 def test_averaging_is_what_a_reducer_holds(bits: int) -> None:
     """Vectors, sums, factors and coded averages of a real round's objects, one of four members."""
