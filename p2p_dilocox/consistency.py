@@ -19,6 +19,14 @@ STABLE_PAPER_LR = ((0.0, 0.98), (0.3, 0.70), (0.5, 0.56), (0.7, 0.40), (0.8, 0.3
 whose local movement starts from the anchor again, largest over all contraction rates of local training."""
 
 
+def _quorum(spec: RunSpec) -> Iterator[Finding]:
+    if spec.run.quorum > spec.run.min_clusters:
+        yield (
+            "run.quorum",
+            f"must be at most min_clusters = {spec.run.min_clusters}, with which the run begins",
+        )
+
+
 def _microbatches(spec: RunSpec) -> Iterator[Finding]:
     inner = spec.inner
     if inner.batch_size % inner.microbatches:
@@ -186,6 +194,7 @@ def _has_config(path: str) -> bool:
 
 RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...] = (
     (("inner.microbatches", "inner.batch_size"), _microbatches),
+    (("run.min_clusters", "run.quorum"), _quorum),
     (("run.outer_steps", "inner.H", "inner.warmup_steps"), _warmup),
     (("overlap.mode", "overlap.keep"), _keep),
     (("overlap.mode", "overlap.delay", "inner.H"), _delay),

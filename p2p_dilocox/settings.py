@@ -81,6 +81,7 @@ class Run:
     ] = ()
     outer_steps: Annotated[int, at_least(1), "outer steps until the run is complete"]
     min_clusters: Annotated[int, at_least(1), "clusters that must be there before the first outer step"] = 1
+    quorum: Annotated[int, at_least(1), "clusters without which no outer step is taken"] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -196,6 +196,7 @@ def _build(
             spec_digest=digest,
             num_stages=spec.model.stages,
             min_clusters=spec.run.min_clusters,
+            quorum=spec.run.quorum,
             result_after=lambda t: rounds.kept.result_after(t),
         )
         service.desk = lead

@@ -72,9 +72,12 @@ class Lead:
         spec_digest: str,
         num_stages: int,
         min_clusters: int,
+        quorum: int,
         result_after: Callable[[int], Result],
     ) -> None:
-        """min_clusters: for the first outer step. result_after(t): a committed round that we keep."""
+        """min_clusters: for the first outer step; quorum: for all others. result_after(t): a committed round
+        that we keep.
+        """
         self.company, self.gate = company, company.gate
         self.me, self.run_id = company.me, company.node.run_id
         self.timeouts, self.progress = company.timeouts, company.progress
@@ -90,6 +93,7 @@ class Lead:
             standing_of=company.standing_of,
             parent_of=company.parent_of,
             min_clusters=lambda: 1 if self.progress.members else min_clusters,
+            quorum=quorum,
             gate=self.gate,
             norm_cap=self.norm_cap.cap,
             weight_cap=self.weight_cap,

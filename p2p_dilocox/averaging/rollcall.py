@@ -141,7 +141,8 @@ class RollCalls:
     """The coordinator's side; every cluster's lead has one.
 
     coordinators: whose lead may hold the roll call. expected: the clusters to wait for. standing_of: where a
-    cluster stands, None if it does not answer. parent_of: the lineage that the round of an outer step follows
+    cluster stands, None if it does not answer. quorum: no fewer
+    take an outer step. parent_of: the lineage that the round of an outer step follows
     from, as a cluster proves it, "" if it cannot. norm_cap: of pseudo-gradients this long. weight_cap: tokens
     that a cluster can have trained in an outer step.
     """
@@ -157,6 +158,7 @@ class RollCalls:
         expected: Callable[[], Sequence[str]],
         standing_of: Callable[[str], Awaitable[Standing | None]],
         min_clusters: Callable[[], int],
+        quorum: int,
         parent_of: Callable[[str, int], Awaitable[str]],
         gate: Gate,
         norm_cap: Callable[[Sequence[float]], float],
@@ -166,7 +168,7 @@ class RollCalls:
         self.parent_of = parent_of
         self.gate, self.norm_cap, self.weight_cap = gate, norm_cap, weight_cap
         self.coordinators, self.expected = coordinators, expected
-        self.standing_of, self.min_clusters = standing_of, min_clusters
+        self.standing_of, self.min_clusters, self.quorum = standing_of, min_clusters, quorum
         self._rolls: dict[tuple[int, int], _Roll] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._callers: dict[
@@ -259,6 +261,8 @@ class RollCalls:
         # A few may not go on while most are alive and late: that would part the run in two.
         if not any(roll.ready[c].weight > 0 for c in members):
             roll.dropped = "no cluster has trained anything"
+        elif len(members) < self.quorum:
+            roll.dropped = f"{len(members)} clusters came to the roll call, the quorum is {self.quorum}"
         elif 2 * len(members) < alive:
             roll.dropped = f"{len(members)} of {alive} clusters came to the roll call, fewer than half"
         else:

@@ -153,6 +153,7 @@ class Member:
             self.lead = Lead(
                 company, spec_digest=spec_digest(self.config.text), num_stages=self.spec.model.stages,
                 min_clusters=self.spec.run.min_clusters,
+                quorum=self.spec.run.quorum,
                 result_after=lambda t: self.rounds.kept.result_after(t),
             )  # fmt: skip
             self.service.desk = self.lead

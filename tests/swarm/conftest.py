@@ -192,6 +192,7 @@ class SwarmCluster:
             spec_digest=digest,
             num_stages=len(SHAPES),
             min_clusters=spec.run.min_clusters,
+            quorum=spec.run.quorum,
             result_after=lambda t: first.rounds.kept.result_after(t),
         )
         first.service.desk = self.lead

@@ -58,6 +58,7 @@ def coordinator(
     round_s: float = 2.0,
     norms: Sequence[float] = (),
     proofs: dict[str, str] | None = None,
+    quorum: int = 1,
 ) -> RollCalls:
     """standings: the outer steps that clusters which answer are past. norms: of the last round. proofs: the
     lineage before the outer step in question, of clusters that can prove that they committed it.
@@ -81,6 +82,7 @@ def coordinator(
         standing_of=standing_of,
         parent_of=parent_of,
         min_clusters=lambda: min_clusters,
+        quorum=quorum,
         gate=gate(*members),
         norm_cap=cap.cap,
         weight_cap=100.0,
@@ -157,6 +159,43 @@ def test_a_few_do_not_go_on_while_most_are_alive_and_late() -> None:
     calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0))
     reply = asyncio.run(until_answered(lambda: calls.answer(ready(KEYS[0]), last_t=0)))
     assert reply.dropped and reply.call is None
+
+
+def test_fewer_than_the_quorum_take_no_outer_step() -> None:
+    """R7: a part of the swarm that lost sight of the rest keeps what it trained, and commits nothing."""
+
+    async def run(quorum: int) -> CallReply:
+        calls = coordinator([ME, *OTHERS], {}, quorum=quorum)
+        reply = await until_answered(lambda: calls.answer(ready(KEYS[0]), last_t=0))
+        await calls.close()
+        return reply
+
+    assert asyncio.run(run(1)).call is not None
+    alone = asyncio.run(run(2))
+    assert alone.call is None
+    assert alone.dropped == "1 clusters came to the roll call, the quorum is 2"
+
+
+def test_a_roll_call_stops_waiting_for_a_cluster_that_says_it_leaves() -> None:
+    expected, gone = [ME, *OTHERS], OTHERS[-1]
+
+    async def run() -> CallReply:
+        calls = coordinator(expected, dict.fromkeys(OTHERS, 0), round_s=1e6)
+        await calls.answer(ready(KEYS[-1], t=1), last_t=0)  # it came to the one before
+        ours, theirs = (
+            asyncio.create_task(until_answered(lambda k=k: calls.answer(ready(k, t=2), last_t=1)))  # type: ignore[misc]
+            for k in KEYS[:-1]
+        )
+        await asyncio.sleep(0.1)
+        expected.remove(gone)
+        calls.forget(gone)
+        await theirs
+        await calls.close()
+        return await ours
+
+    call = asyncio.run(run()).call
+    assert call is not None
+    assert gone not in read_call(call, "run", gate(), 100.0).ids
 
 
 def test_clusters_of_another_history_are_left_out() -> None:

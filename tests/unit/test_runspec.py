@@ -90,6 +90,7 @@ ONE_KEY = [
     ('id = "tiny"', f'id = "{"a" * 33}"', 2, "must be 1 to 32 of a-z"),
     ("outer_steps = 3", "outer_steps = 0", 3, "outer_steps = 0, must be at least 1"),
     ("outer_steps = 3", "outer_steps = 3\nmin_clusters = 0", 4, "min_clusters = 0, must be at least 1"),
+    ("outer_steps = 3", "outer_steps = 3\nquorum = 2", 4, "quorum = 2, must be at most min_clusters = 1"),
     ("outer_steps = 3", "outer_steps = 3\nseed = -1", 4, "seed = -1, must be at least 0"),
     ("outer_steps = 3", "outer_steps = 3\nseed = true", 4, "seed = true, must be a whole number"),
     ("outer_steps = 3", "outer_steps = 3\nseed = 1.5", 4, "seed = 1.5, must be a whole number"),

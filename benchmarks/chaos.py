@@ -1,0 +1,428 @@
+"""Clusters that die, freeze, lose their link, pause and come back, all the time: does the run notice?
+
+    python -m benchmarks.chaos [--faults 50] [--seconds 450] [--seed 1] [--json]
+
+Three clusters of `dilocox-peer join`, each a host of its own (network namespaces; without root all are on
+loopback, and no link is cut), train a small model twice: without a fault, and with faults drawn from the seed.
+One cluster at least is always left alone: when all are gone at once, nobody has the last outer step. At the end:
+rules broken in all histories, outer steps per second of both runs, their validation loss at equal tokens, memory
+and open files of a cluster. The same seed draws the same faults. An hour of it: --faults 200 --seconds 1800.
+"""
+
+import argparse
+import bisect
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.links import Links, why_not
+from p2p_dilocox.invariants import check_history
+from p2p_dilocox.swarm.process import die_with_parent, remove_sockets_of
+
+__all__ = ["Fault", "chaos", "draw"]
+
+CLUSTERS = 3
+READY_S = 240.0  # until all train together, at the start and at the end
+RUN = """
+[run]
+id = "chaos"
+outer_steps = 100000
+min_clusters = 3
+quorum = 2
+[model]
+[model.config]
+model_type = "llama"
+vocab_size = 2048
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+max_position_embeddings = 64
+tie_word_embeddings = true
+[data]
+seq_len = 64
+[inner]
+H = 20
+batch_size = 4
+lr = 3e-3
+warmup_steps = 40
+lr_schedule = "constant"
+[compression]
+lowrank = 8
+[deadlines]
+round_s = 10.0
+[checkpoint]
+every = 4
+[eval]
+every = 2
+batches = 4
+"""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """at_s: since the faults began. seconds: until it is over, or until the cluster is started again."""
+
+    at_s: float
+    kind: str
+    cluster: int
+    seconds: float
+
+
+def draw(seed: int, faults: int, seconds: float, *, links: bool) -> list[Fault]:
+    """In order of time. kill: all processes of a cluster. rank: one process, which the supervisor starts again.
+    leave: Ctrl-C. freeze: SIGSTOP for all. cut: no byte passes the link. pause: `dilocox-peer pause`."""
+    chance = random.Random(seed)
+    kinds = ["kill", "rank", "leave", "freeze", "freeze", "pause", *(["cut", "cut"] if links else [])]
+    times = sorted(chance.uniform(0, seconds) for _ in range(faults))
+    return [
+        Fault(at, chance.choice(kinds), chance.randrange(CLUSTERS), chance.uniform(2.0, 8.0)) for at in times
+    ]
+
+
+@dataclass
+class Volunteer:
+    """A cluster, from one start to the next; somebody who starts it again whenever it has ended."""
+
+    number: int
+    state: Path
+    command: list[str]
+    process: "subprocess.Popen[bytes] | None" = None
+    starts: int = 0
+    hit: float = 0.0  # when the last fault of it was over
+    fault: Fault | None = None
+    usage: list[tuple[int, int]] = field(default_factory=list)
+    _lines: list[Row] = field(default_factory=list)
+    _read: int = 0  # bytes of its history that are in _lines
+    _looked: float = 0.0
+
+    def start(self) -> None:
+        self.state.mkdir(exist_ok=True)
+        with (self.state / "output").open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+            )
+        self.starts += 1
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def pids(self) -> list[int]:
+        """The supervisor, its workers, and their p2pd."""
+        found = parents = [self.process.pid] if self.process is not None and self.running else []
+        while parents:
+            parents = [child for pid in parents for child in _children(pid)]
+            found = found + parents
+        return found
+
+    def history(self) -> list[Row]:
+        path = self.state / "history" / "rank0.jsonl"
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._read += len(whole)
+            self._lines += [json.loads(line) for line in whole.splitlines()]
+        return self._lines
+
+    def committed(self) -> list[Row]:
+        """The outer steps it took, oldest first."""
+        return [line for line in self.history() if line["decision"] != "dropped"]
+
+    def well(self) -> bool:
+        """It trains with the others again."""
+        lines = self.history()
+        together = lines and lines[-1]["time"] > self.hit and len(lines[-1].get("members", [])) > 1
+        return self.running and self.fault is None and bool(together)
+
+    def look(self) -> None:
+        """Note the memory and the open files of all its processes, every ten seconds while it is well."""
+        if not self.well() or time.monotonic() < self._looked + 10.0:
+            return
+        self._looked, rss, fds = time.monotonic(), 0, 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError, StopIteration):
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                rss += next(int(x.split()[1]) * 1024 for x in lines if x.startswith("VmRSS"))
+                fds += len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        self.usage.append((rss, fds))
+
+
+class Chaos:
+    """The run, its volunteers, and what is done to them."""
+
+    def __init__(self, directory: Path, links: Links | None) -> None:
+        self._links = links
+        (directory / "run.toml").write_text(RUN)
+        host = links.address(0) if links else "127.0.0.1"
+        serve = self._on(0, "dilocox-bootstrap", "serve", "--run", str(directory / "run.toml"))
+        serve += ["--state-dir", str(directory / "boot"), "--listen", f"/ip4/{host}/tcp/0"]
+        with (directory / "boot.log").open("wb") as log:
+            self._boot = subprocess.Popen(serve, stdout=log, stderr=log, preexec_fn=die_with_parent)
+        link = directory / "boot" / "join-link"
+        _until(link.exists, "the bootstrap node")
+        self.volunteers = []
+        for number in range(CLUSTERS):
+            address = links.address(number + 1) if links else "127.0.0.1"
+            state = directory / f"c{number}"
+            command = self._on(number + 1, "dilocox-peer", "join", "--link-file", str(link))
+            command += ["--state-dir", str(state), "--devices", "cpu:1", "--threads", "1"]
+            command += ["--name", f"c{number}", "--listen", f"/ip4/{address}/tcp/0"]
+            self.volunteers.append(Volunteer(number, state, command))
+            self.volunteers[-1].start()
+
+    def _on(self, host: int, program: str, *arguments: str) -> list[str]:
+        prefix = self._links.prefix(host) if self._links else []
+        return [*prefix, str(Path(sys.executable).with_name(program)), *arguments]
+
+    def together(self) -> bool:
+        """All have taken one and the same outer step together, after their last fault."""
+        return all(v.well() and len(v.history()[-1]["members"]) == CLUSTERS for v in self.volunteers)
+
+    def watch(self, until: float) -> None:
+        while time.monotonic() < until:
+            self._tend()
+            time.sleep(0.5)
+
+    def last_step(self) -> int:
+        return max((line["t"] for v in self.volunteers for line in v.committed()), default=0)
+
+    def healed(self) -> bool:
+        self._tend()
+        return self.together()
+
+    def strike(self, faults: list[Fault]) -> Counter[str]:
+        """Do them one by one; one whose turn it is waits while no other cluster is well."""
+        began, done, over = time.monotonic(), Counter[str](), list[tuple[float, Volunteer]]()
+        for fault in faults:
+            while True:
+                now = time.monotonic()
+                for when, volunteer in [o for o in over if o[0] <= now]:
+                    over.remove((when, volunteer))
+                    self._end(volunteer)
+                victim = self._victim(fault)
+                if now >= began + fault.at_s and victim is not None:
+                    break
+                self._tend()
+                time.sleep(0.2)
+            over.append((now + fault.seconds, victim))
+            self._begin(victim, fault)
+            done[fault.kind] += 1
+        for _, volunteer in over:
+            self._end(volunteer)
+        return done
+
+    def _victim(self, fault: Fault) -> Volunteer | None:
+        """The cluster that was drawn, or the next one that has no fault now, if another is well."""
+        order = [self.volunteers[(fault.cluster + i) % CLUSTERS] for i in range(CLUSTERS)]
+        for victim in order:
+            if victim.fault is None and any(v.well() for v in order if v is not victim):
+                return victim
+        return None
+
+    def _begin(self, victim: Volunteer, fault: Fault) -> None:
+        victim.fault = fault
+        pids = victim.pids()
+        match fault.kind:
+            case "kill":
+                _send(pids, signal.SIGKILL)
+            case "rank":
+                _send(pids[1:2], signal.SIGKILL)
+            case "leave":
+                _send(pids[:1], signal.SIGINT)
+            case "freeze":
+                _send(pids, signal.SIGSTOP)
+            case "cut":
+                assert self._links is not None
+                self._links.cut(victim.number + 1)
+            case "pause":
+                _order(victim, "pause")
+
+    def _end(self, victim: Volunteer) -> None:
+        fault, victim.fault, victim.hit = victim.fault, None, time.time()
+        assert fault is not None
+        match fault.kind:
+            case "freeze":
+                _send(victim.pids(), signal.SIGCONT)
+            case "cut":
+                assert self._links is not None
+                self._links.join(victim.number + 1)
+            case "pause":
+                _order(victim, "resume")
+
+    def _tend(self) -> None:
+        for volunteer in self.volunteers:
+            volunteer.look()
+            if volunteer.fault is None and not volunteer.running:
+                if volunteer.process is not None:
+                    remove_sockets_of(volunteer.process.pid)
+                volunteer.start()
+
+    def close(self) -> None:
+        for volunteer in self.volunteers:
+            _send(volunteer.pids(), signal.SIGCONT)
+            _send(volunteer.pids()[:1], signal.SIGINT)
+        for process in [v.process for v in self.volunteers]:
+            if process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+        for volunteer in self.volunteers:
+            _send(volunteer.pids(), signal.SIGKILL)
+        _send([self._boot.pid], signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._boot.wait(10)
+        self._boot.kill()
+
+
+def chaos(faults: list[Fault], seconds: float, directory: Path, links: Links | None) -> Row:
+    """One run of `seconds`. Raises TimeoutError if the clusters never train together, before or after."""
+    run = Chaos(directory, links)
+    try:
+        _until(run.together, "the clusters")
+        began, first = time.monotonic(), run.last_step()
+        done = run.strike(faults)
+        run.watch(began + seconds)
+        steps, took = run.last_step() - first, time.monotonic() - began
+        if faults:
+            _until(run.healed, "the clusters, after the last fault")
+    finally:
+        run.close()
+    return {
+        "seconds": round(took, 1),
+        "faults": dict(done),
+        "outer_steps": steps,
+        "steps_per_s": round(steps / took, 3),
+        "starts": [v.starts for v in run.volunteers],
+        "violations": check_history([line for v in run.volunteers for line in v.history()]),
+        "rss_mb": [_quarters([rss / 1e6 for rss, _ in v.usage]) for v in run.volunteers],
+        "open_files": [_quarters([float(fds) for _, fds in v.usage]) for v in run.volunteers],
+        "losses": losses(run.volunteers),
+    }
+
+
+def _quarters(samples: list[float]) -> list[int]:
+    """Medians of the first and of the last quarter."""
+    if not samples:
+        return []
+    size = max(1, len(samples) // 4)
+    return [round(statistics.median(part)) for part in (samples[:size], samples[-size:])]
+
+
+def losses(volunteers: list[Volunteer]) -> list[tuple[int, float]]:
+    """(tokens that all committed rounds up to an outer step carried, validation loss after it)."""
+    weights: dict[int, float] = {}
+    for volunteer in volunteers:
+        weights |= {line["t"]: sum(line["weights"]) for line in volunteer.committed() if line["weights"]}
+    found: dict[int, float] = {}
+    for volunteer in volunteers:
+        for text in (volunteer.state / "events.jsonl").read_text().splitlines():
+            if '"evaluated"' in text:
+                event = json.loads(text)
+                found[event["t"]] = event["val_loss"]
+    total, curve, steps = 0.0, [], sorted(weights)
+    for t in steps:
+        total += weights[t]
+        if t in found:
+            curve.append((int(total), round(found[t], 4)))
+    return curve
+
+
+def loss_at(curve: list[tuple[int, float]], tokens: int) -> float:
+    """On the straight line between the two evaluations around it, averaged with those next to them."""
+    index = bisect.bisect_left(curve, (tokens, 0.0))
+    return statistics.fmean(loss for _, loss in curve[max(0, index - 2) : index + 2])
+
+
+def _order(victim: Volunteer, command: str) -> None:
+    """Without a process of its own, which would take seconds to start."""
+    from p2p_dilocox.errors import StateError
+
+    with contextlib.suppress(StateError):
+        _control().ask(victim.state, {"command": command})
+
+
+def _control() -> Any:
+    import importlib
+
+    return importlib.import_module("p2p_dilocox.peers.control")
+
+
+def _send(pids: list[int], number: signal.Signals) -> None:
+    for pid in reversed(pids):  # children first: a supervisor must not see them die
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _children(pid: int) -> Iterator[int]:
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, file.read_text().split())
+
+
+def _until(true: Any, what: str) -> None:
+    deadline = time.monotonic() + READY_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not train together within {READY_S:.0f} s")
+        time.sleep(0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=450.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    reason = why_not()
+    rows: dict[str, Row] = {}
+    for name in ("calm", "chaos"):
+        faults = options.faults if name == "chaos" else 0
+        with contextlib.ExitStack() as stack:
+            links = None if reason else stack.enter_context(Links(CLUSTERS + 1, "200mbit"))
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            plan = draw(options.seed, faults, options.seconds, links=links is not None)
+            rows[name] = chaos(plan, options.seconds, directory, links)
+    calm, struck = (rows[name]["losses"] for name in ("calm", "chaos"))
+    tokens = min(calm[-1][0], struck[-1][0])
+    result = {
+        "seed": options.seed,
+        "links": reason or "network namespaces",
+        "throughput": round(rows["chaos"]["steps_per_s"] / rows["calm"]["steps_per_s"], 3),
+        "tokens": tokens,
+        "loss_calm": round(loss_at(calm, tokens), 4),
+        "loss_chaos": round(loss_at(struck, tokens), 4),
+    }
+    for row in rows.values():
+        del row["losses"]
+    if options.json:
+        print(json.dumps(result | rows))
+        return
+    for what, row in {"both": result, **rows}.items():
+        print({"what": what, **row})
+
+
+if __name__ == "__main__":
+    main()
