@@ -3,10 +3,10 @@
     python -m benchmarks.chaos [--faults 50] [--seconds 450] [--seed 1] [--json]
 
 Three clusters of `dilocox-peer join`, each a host of its own (network namespaces; without root all are on
-loopback, and no link is cut), train a small model twice: without a fault, and with faults drawn from the seed.
-One cluster at least is always left alone: when all are gone at once, nobody has the last outer step. At the end:
-rules broken in all histories, outer steps per second of both runs, their validation loss at equal tokens, memory
-and open files of a cluster. The same seed draws the same faults. An hour of it: --faults 200 --seconds 1800.
+loopback, and no link is cut), train a small model twice: without a fault, and with faults drawn from the
+seed. One cluster at least is always left alone: when all are gone at once, nobody has the last outer step. At
+the end: rules broken in all histories, outer steps per second of both runs, their validation loss at equal
+tokens, memory and open files of a cluster. An hour of it: --faults 200 --seconds 1800.
 """
 
 import argparse
@@ -84,8 +84,8 @@ class Fault:
 
 
 def draw(seed: int, faults: int, seconds: float, *, links: bool) -> list[Fault]:
-    """In order of time. kill: all processes of a cluster. rank: one process, which the supervisor starts again.
-    leave: Ctrl-C. freeze: SIGSTOP for all. cut: no byte passes the link. pause: `dilocox-peer pause`."""
+    """In order of time. kill: all processes of a cluster. rank: one, which the supervisor starts again.
+    leave: Ctrl-C. freeze: SIGSTOP for all. cut: no byte passes the link. pause: as the command."""
     chance = random.Random(seed)
     kinds = ["kill", "rank", "leave", "freeze", "freeze", "pause", *(["cut", "cut"] if links else [])]
     times = sorted(chance.uniform(0, seconds) for _ in range(faults))

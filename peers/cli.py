@@ -130,6 +130,10 @@ def check_history(files: tuple[Path, ...], as_json: bool) -> None:
 @click.option(
     "--offload", is_flag=True, help="Keep the outer optimizer's state in main memory, not on a GPU."
 )
+@click.option("--hours", metavar="22:00-07:00", help="Local times between which it trains.")
+@click.option("--upload-rate", metavar="500kB", help="Bytes per second it sends at most to other clusters.")
+@click.option("--month-bytes", metavar="50GB", help="Bytes it may send and receive in a calendar month.")
+@click.option("--gpu-c", type=int, metavar="80", help="Degrees Celsius at which its GPUs rest.")
 @click.option(
     "--cluster", "profile", metavar="PROFILE", help="A cluster profile (.toml) or a shipped one: cpu-2."
 )
@@ -147,6 +151,10 @@ def join(
     microbatches: int | None,
     adamw_bits: str | None,
     offload: bool,
+    hours: str | None,
+    upload_rate: str | None,
+    month_bytes: str | None,
+    gpu_c: int | None,
     profile: str | None,
 ) -> None:
     """Join the run of LINK and train until it is complete, `leave` or Ctrl-C."""
@@ -155,7 +163,8 @@ def join(
     options = JoinOptions(
         link=read_link(link, link_file), state_dir=state_dir, name=name, listen=listen, announce=announce,
         client=client, devices=devices, threads=threads, schedule=schedule, microbatches=microbatches,
-        adamw_bits=int(adamw_bits) if adamw_bits else None, offload=offload, profile=profile,
+        adamw_bits=int(adamw_bits) if adamw_bits else None, offload=offload, profile=profile, hours=hours,
+        upload_rate=upload_rate, month_bytes=month_bytes, gpu_c=gpu_c,
     )  # fmt: skip
     raise SystemExit(join_run(options))
 

@@ -17,6 +17,7 @@ from p2p_dilocox.tokenizer import vocabulary_size
 
 from .devices import check_form, check_shared_memory, parse_devices
 from .display import Display, LiveDisplay, PlainDisplay
+from .limits import Limits, read_limits
 from .profile import Profile, load_profile
 from .progress import Progress
 from .supervisor import Supervisor
@@ -44,6 +45,10 @@ class JoinOptions:
     microbatches: int | None = None
     adamw_bits: int | None = None
     offload: bool = False
+    hours: str | None = None
+    upload_rate: str | None = None
+    month_bytes: str | None = None
+    gpu_c: int | None = None
 
 
 def read_link(text: str | None, file: Path | None) -> JoinLink:
@@ -74,6 +79,10 @@ def join_run(options: JoinOptions) -> int:
     if announce is not None:
         check_maddr(announce, announce=True)
     check_form(wanted_devices)
+    caps = read_limits(
+        options.hours or profile.hours, options.upload_rate or profile.upload_rate,
+        options.month_bytes or profile.month_bytes, options.gpu_c or profile.gpu_c,
+    )  # fmt: skip
     if options.name is not None and not _NAME.fullmatch(options.name):
         raise SpecError(f"name {options.name!r}: must be 1 to 32 of letters, digits, '.', '_' and '-'.")
     with locked_state_dir(options.state_dir or Path.home() / ".dilocox" / link.run_id) as state:
@@ -116,6 +125,7 @@ def join_run(options: JoinOptions) -> int:
                 "microbatches": microbatches,
                 "adamw_bits": adamw_bits,
                 "offload": options.offload or profile.offload,
+                "upload_rate": caps.upload_rate / len(devices) if caps.upload_rate else None,
             }
             for rank, device in enumerate(devices)
         ]
@@ -137,7 +147,8 @@ def join_run(options: JoinOptions) -> int:
             )
             # The round in flight, and as long again for the inner step and the save.
             leave_s = 2 * spec.deadlines.round_s
-            outcome = Supervisor(state, workers, progress, display, leave_s=leave_s).run()
+            limits = Limits(state, caps)
+            outcome = Supervisor(state, workers, progress, display, limits, leave_s=leave_s).run()
         finally:
             display.close()
         display.say(f"{outcome.reason} at outer step {progress.committed}")

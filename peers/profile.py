@@ -28,6 +28,14 @@ class Profile:
     """Pieces of a batch; None: the run's inner.microbatches."""
     adamw_bits: int = 32
     """Of AdamW's two moments: 32 or 8."""
+    hours: str | None = None
+    """Local times between which it trains: "22:00-07:00", several with commas."""
+    upload_rate: str | None = None
+    """Bytes per second that it sends at most to other clusters: "500kB"."""
+    month_bytes: str | None = None
+    """Bytes that it may send and receive in a calendar month: "50GB"."""
+    gpu_c: int | None = None
+    """Degrees Celsius at which its GPUs rest."""
     offload: bool = False
     """Keep anchor, outer momentum and error buffers in main memory instead of on a GPU."""
 
@@ -48,6 +56,7 @@ def load_profile(name: str) -> Profile:
     types = {
         "devices": str, "threads": int, "listen": str, "announce": str, "schedule": str, "microbatches": int,
         "adamw_bits": int, "offload": bool,
+        "hours": str, "upload_rate": str, "month_bytes": str, "gpu_c": int,
     }  # fmt: skip
     assert set(types) == {field.name for field in fields(Profile)}
     for key, value in values.items():

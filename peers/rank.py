@@ -45,6 +45,7 @@ from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.loop import NetworkThread
 from p2p_dilocox.swarm.messages import RankAddress, unpack
 from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.pace import Pace
 from p2p_dilocox.swarm.signed import spec_digest
 from p2p_dilocox.trainer import Rank, evaluate, parameter_digests, train
 from p2p_dilocox.wish import Stop, Wish
@@ -175,6 +176,7 @@ def _build(
         patience_s=timeouts.round_s,
         average_of=lambda t, stage: rounds.kept.average_of(t, stage),
         snapshot_of=snapshot_of,
+        pace=Pace(config["upload_rate"]),
     )
     maddrs = network.call(node.maddrs(), _NETWORK_S)
     address = RankAddress(peer=node.peer_id, maddrs=maddrs[:16], stages=held)

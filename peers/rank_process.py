@@ -71,6 +71,14 @@ class RankProcess:
         with contextlib.suppress(OSError):
             self.channel.send(json.dumps(command).encode() + b"\n")
 
+    def p2pds(self) -> list[int]:
+        """Its children."""
+        found: list[int] = []
+        for file in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, file.read_text().split())
+        return found
+
     def kill(self) -> None:
         """It and its p2pd, which is in its process group."""
         if not self.ended and self.process.poll() is None:

@@ -53,6 +53,9 @@ def status_table(record: dict[str, Any]) -> Table:
     table.add_row(
         "bytes", f"{bytes_text(record['sent_bytes'])} sent, {bytes_text(record['received_bytes'])} received"
     )
+    table.add_row(
+        "this month", f"{bytes_text(record.get('month_bytes', 0))} with all that is around the rounds"
+    )
     table.add_row("group", ", ".join(record["members"]) or "-")
     return table
 

@@ -29,6 +29,7 @@ from p2p_dilocox.swarm.process import remove_sockets_of
 
 from .control import SOCKET_NAME, bind_control
 from .display import Display
+from .limits import Limits, Pause
 from .progress import Progress
 from .rank_process import RankProcess, status_text
 from .restarts import HOPELESS, MAX_RESTARTS, WINDOW_S, Restarts
@@ -56,14 +57,6 @@ class Outcome:
         return 128 + self.signal if self.signal else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """now: without finishing the outer step."""
-
-    reason: str
-    now: bool
-
-
 class Supervisor:
     """Made for one `join`; `run` returns when every rank has ended and none will start again.
 
@@ -77,9 +70,12 @@ class Supervisor:
         workers: Sequence[dict[str, Any]],
         progress: Progress,
         display: Display,
+        limits: Limits,
         *,
         leave_s: float,
     ) -> None:
+        self._limits = limits
+        self._limited: Pause | None = None
         self._state = state
         self._workers = workers
         self._progress = progress
@@ -111,6 +107,7 @@ class Supervisor:
             self._events = JsonlSink(self._state / "events.jsonl")
             stack.callback(self._events.close)
             stack.callback(self._selector.close)
+            stack.callback(self._limits.close)
             server = stack.enter_context(bind_control(self._state))
             stack.callback((self._state / SOCKET_NAME).unlink, missing_ok=True)
             self._selector.register(server, selectors.EVENT_READ)
@@ -184,10 +181,13 @@ class Supervisor:
                 self._reap(rank)
         if time.monotonic() > self._deadline:
             self._escalate()
-        if self._asked_to_pause != self._told and self._stopping == "no":
-            self._tell_pause(self._asked_to_pause)
+        if (pause := self._asked_to_pause or self._limited) != self._told and self._stopping == "no":
+            self._tell_pause(pause)
         if time.monotonic() > self._next_status:
             self._next_status = time.monotonic() + _STATUS_S
+            self._limited = self._limits.look(
+                p for rank in self._ranks if not rank.ended for p in rank.p2pds()
+            )
             self._write_status()
         self._display.tick()
 
@@ -357,7 +357,11 @@ class Supervisor:
     # Reports
 
     def _status(self) -> dict[str, Any]:
-        return {**self._progress.to_dict(), "pid": os.getpid(), "time": time.time()}
+        limits = {
+            "paused": self._told.reason if self._told else None,
+            "month_bytes": self._limits.month.bytes,
+        }
+        return {**self._progress.to_dict(), **limits, "pid": os.getpid(), "time": time.time()}
 
     def _write_status(self) -> None:
         try:

@@ -32,6 +32,7 @@ from p2p_dilocox.swarm.messages import (
     unpack,
 )  # fmt: skip
 from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.pace import UNLIMITED, Pace
 from p2p_dilocox.swarm.patience import within
 from p2p_dilocox.swarm.stream import Frame, Stream, dial, serve
 
@@ -76,11 +77,12 @@ class Service(ServicerBase):
         patience_s: float,
         average_of: Callable[[int, int], list[bytes]],
         snapshot_of: Callable[[int], bytes],
+        pace: Pace = UNLIMITED,
     ) -> None:
         """patience_s: for a peer that sends or takes nothing, or is ahead of us. average_of(t, stage): the
         encoded average of a recent round. snapshot_of(stage): the state a joiner needs, see snapshot.py.
         """
-        self.node, self.gate = node, gate
+        self.node, self.gate, self._pace = node, gate, pace
         self.traffic = Traffic()
         self.desk: Desk | None = None
         self._own: frozenset[str] = frozenset()
@@ -101,7 +103,7 @@ class Service(ServicerBase):
             ("average", self._on_average),
             ("snapshot", self._on_snapshot),
         ):
-            await serve(self.node.p2p, self._stream_name(name), handle)
+            await serve(self.node.p2p, self._stream_name(name), handle, self._pace)
 
     def stub(self, peer: str) -> StubBase:
         return self.get_stub(self.node.p2p, PeerID.from_base58(peer), namespace=self.node.run_id)
@@ -178,7 +180,7 @@ class Service(ServicerBase):
             stream.close()
 
     async def _ask(self, peer: str, name: str, question: bytes) -> Stream:
-        stream = await dial(self.node.p2p, peer, self._stream_name(name), self._patience_s)
+        stream = await dial(self.node.p2p, peer, self._stream_name(name), self._patience_s, self._pace)
         try:
             await stream.send(Frame.DATA, question, self._patience_s)
         except BaseException:

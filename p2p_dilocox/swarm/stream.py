@@ -15,11 +15,11 @@ from enum import IntEnum
 from hivemind.p2p import P2P, PeerID
 
 from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.swarm.pace import UNLIMITED, Pace
 from p2p_dilocox.swarm.patience import within
 
 __all__ = ["Frame", "Refused", "Silent", "Stream", "dial", "serve"]
 
-_SLICE = 1 << 15  # bytes written before looking whether they leave; at 1 Mbit/s a quarter of a second
 _REASON_BYTES = 1000
 
 
@@ -45,8 +45,14 @@ class Refused(ConnectionError):
 class Stream:
     """One side of a stream. Not for use by two readers or two writers at once."""
 
-    def __init__(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.peer = peer
+    def __init__(
+        self,
+        peer: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        pace: Pace = UNLIMITED,
+    ) -> None:
+        self.peer, self._pace = peer, pace
         self.sent = self.received = 0  # bytes, headers included
         self._reader, self._writer = reader, writer
 
@@ -54,8 +60,10 @@ class Stream:
         """Raises Silent if nothing leaves for patience_s seconds, ConnectionError if the stream is broken."""
         view = memoryview(kind.to_bytes(1, "little") + len(body).to_bytes(4, "little") + body)
         try:
-            for start in range(0, len(view), _SLICE):
-                self._writer.write(view[start : start + _SLICE])
+            for start in range(0, len(view), self._pace.turn_bytes):
+                piece = view[start : start + self._pace.turn_bytes]
+                await self._pace.turn(len(piece))
+                self._writer.write(piece)
                 await within(self._writer.drain(), patience_s)
         except TimeoutError:
             raise Silent(f"took nothing for {patience_s:.1f} s") from None
@@ -119,18 +127,21 @@ class Stream:
         return data
 
 
-async def dial(p2p: P2P, peer: str, name: str, patience_s: float) -> Stream:
+async def dial(p2p: P2P, peer: str, name: str, patience_s: float, pace: Pace = UNLIMITED) -> Stream:
     """Open the stream `name` to a peer. Raises what p2pd says, TimeoutError after patience_s."""
     target = PeerID.from_base58(peer)
     _, reader, writer = await within(p2p.call_binary_stream_handler(target, name), patience_s)
-    return Stream(peer, reader, writer)
+    return Stream(peer, reader, writer, pace)
 
 
-async def serve(p2p: P2P, name: str, handle: Callable[[Stream], Awaitable[None]]) -> None:
+async def serve(
+    p2p: P2P, name: str, handle: Callable[[Stream], Awaitable[None]], pace: Pace = UNLIMITED
+) -> None:
     """Answer the streams `name` of any peer with `handle`; what it raises is told to the peer."""
 
     async def accept(info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = Stream(str(getattr(info, "peer_id")), reader, writer)  # noqa: B009 (StreamInfo has no types)
+        peer = str(getattr(info, "peer_id"))  # noqa: B009 (StreamInfo has no types)
+        stream = Stream(peer, reader, writer, pace)
         try:
             await handle(stream)
         except (NotTrustedError, ConnectionError, TimeoutError) as error:

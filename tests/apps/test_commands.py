@@ -54,8 +54,8 @@ def test_the_options_of_every_command_are_frozen() -> None:
         "demo": "--clusters --out --run",
         "export": "--average out state_dir",
         "id": "--state-dir",
-        "join": "--adamw-bits --announce --client --cluster --devices --link-file --listen --microbatches "
-        "--name --offload --schedule --state-dir --threads link",
+        "join": "--adamw-bits --announce --client --cluster --devices --gpu-c --hours --link-file --listen "
+        "--microbatches --month-bytes --name --offload --schedule --state-dir --threads --upload-rate link",
         "leave": "--now --state-dir",
         "pause": "--now --state-dir",
         "plan": "--adamw-bits --clusters --devices --downlink --flops --json --memory --mfu --microbatches "
@@ -194,6 +194,9 @@ def test_a_bad_link_is_named_with_a_good_example(tmp_path: Path, link: str, word
         (["--devices", "gpu"], "devices = 'gpu' is not a list"),
         (["--devices", ""], "devices = '' is not a list"),
         (["--listen", ""], "is empty"),
+        (["--hours", "at night"], 'write them as "22:00-07:00"'),
+        (["--month-bytes", "50"], "'50' is no amount of bytes"),
+        (["--upload-rate", "1kB"], "must be at least 64.0 kB per second"),
         (["--listen", GOOD_PEER], "must leave out /p2p/"),
         (["--listen", "/ip4/192.0.2.1/tcp/31337"], "192.0.2.1 is not an address of this machine"),
     ],

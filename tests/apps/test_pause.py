@@ -1,5 +1,6 @@
 """A cluster that pauses, comes back and leaves while another trains: real processes."""
 
+import datetime
 import json
 import signal
 import subprocess
@@ -43,20 +44,33 @@ def status(state: Path) -> dict[str, object]:
     return record
 
 
+def test_outside_its_hours_a_cluster_rests_and_can_be_told_to_leave(
+    link: str, start: Start, tmp_path: Path
+) -> None:
+    hour = (datetime.datetime.now().hour + 6) % 24
+    hours = f"{hour:02}:00-{hour:02}:30"
+    cluster = join(start, link, tmp_path / "state", "cpu:2", "--hours", hours)
+    cluster.read_until(f"paused: outside {hours}")
+    assert peer("leave", "--state-dir", tmp_path / "state") == "left\n"
+    assert cluster.wait() == 0
+    assert "inner_step" not in (tmp_path / "state" / "events.jsonl").read_text()
+
+
 @pytest.mark.timeout(240)
 def test_nobody_waits_for_a_cluster_that_pauses_or_leaves(link: str, start: Start, tmp_path: Path) -> None:
     """R11, B8: what it has trained is delivered first, and the others' next round goes on without it."""
     stays, goes = tmp_path / "stays", tmp_path / "goes"
     first = join(start, link, stays, "cpu:1")
     first.read_until("outer 1 committed")
-    second = join(start, link, goes, "cpu:2")
+    second = join(start, link, goes, "cpu:2", "--upload-rate", "2MB", "--month-bytes", "50GB")
     first.read_until("committed  2 clusters")
     pids = list(second.descendants())
 
     assert peer("pause", "--state-dir", goes) == "pauses after this outer step\n"
     second.read_until("paused: asked to")
     first.read_until("committed  1 cluster ")
-    assert (status(goes)["phase"], status(goes)["detail"]) == ("paused", "asked to")
+    assert [status(goes)[key] for key in ("phase", "detail", "paused")] == ["paused", "asked to", "asked to"]
+    assert int(str(status(goes)["month_bytes"])) > int(str(status(goes)["sent_bytes"])) > 0
     states = {c["cluster_id"]: c["state"] for c in json.loads(peer("status", "--json", link))}
     assert states == {status(stays)["cluster_id"]: "training", status(goes)["cluster_id"]: "paused"}
 

@@ -83,6 +83,7 @@ class Peer:
             "link": str(JoinLink("test", net.organiser.public, tuple(net.link[1]))), "rendezvous": "",
             "run_text": net.text, "name": name, "listen": "/ip4/127.0.0.1/tcp/0", "announce": None,
             "client": False, "adamw_bits": 32, "offload": False, "schedule": "1f1b", "microbatches": 2,
+            "upload_rate": None,
         }  # fmt: skip
         self.on_event: Callable[[Event], None] = lambda _event: None  # in the training loop's thread
         self.thread = threading.Thread(target=self._run, args=(run_rank, config), name=name)
