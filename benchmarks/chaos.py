@@ -13,7 +13,6 @@ import argparse
 import bisect
 import contextlib
 import json
-import os
 import random
 import signal
 import statistics
@@ -22,12 +21,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.links import Links, why_not
+from benchmarks.volunteer import Fault, Volunteer, send
 from p2p_dilocox.invariants import check_history
 from p2p_dilocox.swarm.process import die_with_parent, remove_sockets_of
 
@@ -73,16 +71,6 @@ batches = 4
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """at_s: since the faults began. seconds: until it is over, or until the cluster is started again."""
-
-    at_s: float
-    kind: str
-    cluster: int
-    seconds: float
-
-
 def draw(seed: int, faults: int, seconds: float, *, links: bool) -> list[Fault]:
     """In order of time. kill: all processes of a cluster. rank: one, which the supervisor starts again.
     leave: Ctrl-C. freeze: SIGSTOP for all. cut: no byte passes the link. pause: as the command."""
@@ -92,80 +80,6 @@ def draw(seed: int, faults: int, seconds: float, *, links: bool) -> list[Fault]:
     return [
         Fault(at, chance.choice(kinds), chance.randrange(CLUSTERS), chance.uniform(2.0, 8.0)) for at in times
     ]
-
-
-@dataclass
-class Volunteer:
-    """A cluster, from one start to the next; somebody who starts it again whenever it has ended."""
-
-    number: int
-    state: Path
-    command: list[str]
-    process: "subprocess.Popen[bytes] | None" = None
-    starts: int = 0
-    hit: float = 0.0  # when the last fault of it was over
-    fault: Fault | None = None
-    usage: list[tuple[int, int]] = field(default_factory=list)
-    _lines: list[Row] = field(default_factory=list)
-    _read: int = 0  # bytes of its history that are in _lines
-    _looked: float = 0.0
-
-    def start(self) -> None:
-        self.state.mkdir(exist_ok=True)
-        with (self.state / "output").open("ab") as output:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=die_with_parent,
-            )
-        self.starts += 1
-
-    @property
-    def running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-    def pids(self) -> list[int]:
-        """The supervisor, its workers, and their p2pd."""
-        found = parents = [self.process.pid] if self.process is not None and self.running else []
-        while parents:
-            parents = [child for pid in parents for child in _children(pid)]
-            found = found + parents
-        return found
-
-    def history(self) -> list[Row]:
-        path = self.state / "history" / "rank0.jsonl"
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(self._read)
-                new = file.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            self._read += len(whole)
-            self._lines += [json.loads(line) for line in whole.splitlines()]
-        return self._lines
-
-    def committed(self) -> list[Row]:
-        """The outer steps it took, oldest first."""
-        return [line for line in self.history() if line["decision"] != "dropped"]
-
-    def well(self) -> bool:
-        """It trains with the others again."""
-        lines = self.history()
-        together = lines and lines[-1]["time"] > self.hit and len(lines[-1].get("members", [])) > 1
-        return self.running and self.fault is None and bool(together)
-
-    def look(self) -> None:
-        """Note the memory and the open files of all its processes, every ten seconds while it is well."""
-        if not self.well() or time.monotonic() < self._looked + 10.0:
-            return
-        self._looked, rss, fds = time.monotonic(), 0, 0
-        for pid in self.pids():
-            with contextlib.suppress(OSError, StopIteration):
-                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                rss += next(int(x.split()[1]) * 1024 for x in lines if x.startswith("VmRSS"))
-                fds += len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        self.usage.append((rss, fds))
 
 
 class Chaos:
@@ -245,13 +159,13 @@ class Chaos:
         pids = victim.pids()
         match fault.kind:
             case "kill":
-                _send(pids, signal.SIGKILL)
+                send(pids, signal.SIGKILL)
             case "rank":
-                _send(pids[1:2], signal.SIGKILL)
+                send(pids[1:2], signal.SIGKILL)
             case "leave":
-                _send(pids[:1], signal.SIGINT)
+                send(pids[:1], signal.SIGINT)
             case "freeze":
-                _send(pids, signal.SIGSTOP)
+                send(pids, signal.SIGSTOP)
             case "cut":
                 assert self._links is not None
                 self._links.cut(victim.number + 1)
@@ -263,7 +177,7 @@ class Chaos:
         assert fault is not None
         match fault.kind:
             case "freeze":
-                _send(victim.pids(), signal.SIGCONT)
+                send(victim.pids(), signal.SIGCONT)
             case "cut":
                 assert self._links is not None
                 self._links.join(victim.number + 1)
@@ -280,15 +194,15 @@ class Chaos:
 
     def close(self) -> None:
         for volunteer in self.volunteers:
-            _send(volunteer.pids(), signal.SIGCONT)
-            _send(volunteer.pids()[:1], signal.SIGINT)
+            send(volunteer.pids(), signal.SIGCONT)
+            send(volunteer.pids()[:1], signal.SIGINT)
         for process in [v.process for v in self.volunteers]:
             if process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(30)
         for volunteer in self.volunteers:
-            _send(volunteer.pids(), signal.SIGKILL)
-        _send([self._boot.pid], signal.SIGINT)
+            send(volunteer.pids(), signal.SIGKILL)
+        send([self._boot.pid], signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._boot.wait(10)
         self._boot.kill()
@@ -365,18 +279,6 @@ def _control() -> Any:
     import importlib
 
     return importlib.import_module("p2p_dilocox.peers.control")
-
-
-def _send(pids: list[int], number: signal.Signals) -> None:
-    for pid in reversed(pids):  # children first: a supervisor must not see them die
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _children(pid: int) -> Iterator[int]:
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            yield from map(int, file.read_text().split())
 
 
 def _until(true: Any, what: str) -> None:

@@ -1,5 +1,6 @@
 """`history.jsonl`: one line per outer step and stage: what a rank took part in, and what was decided."""
 
+import contextlib
 import json
 import logging
 import time
@@ -12,6 +13,7 @@ from p2p_dilocox.line_file import LineFile
 __all__ = ["History"]
 
 _LOG = logging.getLogger(__name__)
+_TAIL_BYTES = 1 << 18
 
 
 class History:
@@ -30,6 +32,19 @@ class History:
         self._path, self._file = path, LineFile(path)
         self._run_id, self._cluster, self._stages = run_id, cluster, list(stages)
         self._deadline_s = deadline_s
+
+    def norms(self) -> list[list[float]]:
+        """Of the members of the last rounds that this rank committed, before this start too (rule V5)."""
+        found: list[list[float]] = []
+        with self._path.open("rb") as file:
+            file.seek(max(0, self._path.stat().st_size - _TAIL_BYTES))
+            for text in file.read().split(b"\n"):
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    line = json.loads(text)
+                    if line["decision"] == "committed" and line["stage"] == self._stages[0]:
+                        weighed = zip(line["norms"], line["weights"], strict=True)
+                        found.append([float(norm) for norm, weight in weighed if weight > 0])
+        return found
 
     def write(self, outcome: Outcome, lineage: str) -> None:
         """lineage: after the outcome's steps were applied."""

@@ -49,6 +49,9 @@ from p2p_dilocox.wish import Stop, Wish
 __all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "take_outer_steps", "train"]
 
 
+_LOST = 3  # dropped rounds in a row after which a cluster with a quorum waits for others
+
+
 class Checkpoints(Protocol):
     def save(self, rank: "Rank") -> None: ...
     def set_aside(self) -> Path: ...
@@ -77,6 +80,7 @@ class Rank:
     unsent_tokens: int = 0
     wanted: int = Wish.STAY  # what the ranks agreed on at the last inner step
     skipped: int = 0  # inner steps whose loss or gradient was not finite
+    dropped: int = 0  # rounds, in a row
     alarm: ErrorAlarm = field(default_factory=ErrorAlarm)
     local: LocalOuter | None = None  # outer steps of this cluster alone
     anchors: AnchorMean | None = None  # the last ones, whose mean is validated
@@ -91,6 +95,9 @@ def train(spec: RunSpec, rank: Rank) -> bool:
     overlap, last, rank.wanted = Overlap(spec.overlap.mode), spec.run.outer_steps, Wish.STAY
     try:
         while rank.t <= last:  # for outer step t = 1 .. T
+            if spec.run.quorum > 1 and rank.dropped >= _LOST:  # what it moves alone grows, and helps nobody
+                rank.dropped = 0
+                raise Stop(Wish.PAUSE_NOW)
             while rank.h < spec.inner.H and rank.t <= last:  #   for inner step h = 1 .. H
                 arrived = inner_step(spec, rank)  #     theta_i <- AdamW(theta_i, grad L(x)), x ~ D_i
                 if rank.pending and overlap.lands(arrived, rank.h, spec.overlap.delay):
@@ -244,6 +251,7 @@ def land(spec: RunSpec, rank: Rank) -> None:
     rank.progress.move_to(max(outer.t, outcome.t), outer)
     rank.t = max(rank.t, outer.t + 1)  # a cluster that was left behind goes on where the others are
     rank.history.write(outcome, outer.lineage)
+    rank.dropped = 0 if outcome.steps else rank.dropped + 1
     for note in outcome.notes:
         rank.report(Warned(rank=rank.index, message=note))
     if not outcome.steps:

@@ -103,7 +103,7 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
             stack.callback(lambda: _quietly(network, lead.close()))
         try:
             _enter_run(spec, rank, lead, network, say)
-            while not (complete := _train(spec, rank, say)) and rank.wanted in (Wish.PAUSE, Wish.PAUSE_NOW):
+            while not (complete := _train(spec, rank, say)) and rank.wanted < Wish.LEAVE:
                 _enter_run(spec, rank, lead, network, say)  # it comes back as one that has been away
         except Stop:
             complete = False
@@ -219,6 +219,9 @@ def _build(
         state / "history" / f"rank{index}.jsonl", spec.run.id, key.cluster_id, held, spec.deadlines.round_s
     )
     stack.callback(history.close)
+    if lead is not None:
+        for norms in history.norms():
+            lead.norm_cap.remember(norms)
     rank = Rank(
         index=index, cluster_id=key.cluster_id, pipeline=pipeline,
         inner=build_inner(spec, pipeline, outer, bits=config["adamw_bits"]),
@@ -291,7 +294,8 @@ def _next_plan(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThr
         elif rank.wish.value:
             plan = Plan(action="pause", detail=rank.wish.reason)
         else:
-            plan = network.call(make_plan(lead.company, rank.outer, spec.run.min_clusters), _NETWORK_S)
+            needed = spec.run.quorum if rank.outer.t else spec.run.min_clusters
+            plan = network.call(make_plan(lead.company, rank.outer, needed), _NETWORK_S)
         packed = plan.pack()
     return unpack(rank.pipeline.broadcast(packed), Plan)
 

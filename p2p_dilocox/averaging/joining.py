@@ -31,11 +31,12 @@ class Plan(Message, frozen=True, kw_only=True):
     detail: str = ""
 
 
-async def make_plan(company: Company, outer: OuterState, min_clusters: int) -> Plan:
+async def make_plan(company: Company, outer: OuterState, needed: int) -> Plan:
     """Look at the swarm once. The cluster with the most committed outer steps decides where the run is, among
     those that prove it with the votes of more than half as many members as any other has.
 
     By looking we are seen: once our state is a recent one, the others' next round waits for us.
+    needed: clusters to wait for.
     """
     standings = await company.greet()
     if company.progress.duplicate:
@@ -63,8 +64,8 @@ async def make_plan(company: Company, outer: OuterState, min_clusters: int) -> P
             "models. Compare the files with the organiser's",
         )
     present = 1 + len(standings)
-    if present < min_clusters and outer.t == 0:
-        return Plan(action="wait", detail=f"{present}/{min_clusters} clusters")
+    if present < needed:
+        return Plan(action="wait", detail=f"{present}/{needed} clusters")
     return Plan(action="start")
 
 

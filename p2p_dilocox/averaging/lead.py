@@ -75,9 +75,7 @@ class Lead:
         quorum: int,
         result_after: Callable[[int], Result],
     ) -> None:
-        """min_clusters: for the first outer step; quorum: for all others. result_after(t): a committed round
-        that we keep.
-        """
+        """min_clusters: for the first outer step. result_after(t): a committed round that we keep."""
         self.company, self.gate = company, company.gate
         self.me, self.run_id = company.me, company.node.run_id
         self.timeouts, self.progress = company.timeouts, company.progress

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.errors import DataError
+from p2p_dilocox.history import History
 from p2p_dilocox.invariants import check_history, read_history
+from p2p_dilocox.outer import Average
 
 
 def line(t: int, cluster: str = "a", stage: int = 0, **changes: Any) -> dict[str, Any]:
@@ -79,3 +82,19 @@ def test_a_torn_last_line_is_left_out_and_any_other_is_named(tmp_path: Path) -> 
     path.write_text("not json\n" + json.dumps(line(2)) + "\n")
     with pytest.raises(DataError, match="line 1"):
         read_history([path])
+
+
+def test_what_was_usual_before_a_restart_is_read_from_the_history(tmp_path: Path) -> None:
+    """Rule V5 as check_history reads it: a cluster that starts again has not forgotten it."""
+    path = tmp_path / "history" / "rank0.jsonl"
+    history = History(path, "run", "a" * 16, [0, 1], 9.0)
+    assert history.norms() == []
+    average = Average()
+    for t, (weights, norms) in enumerate([([5.0, 0.0], [2.0, 1.0]), ([5.0, 5.0], [3.0, 4.0])], start=1):
+        step = OuterStep(t, ["a" * 16, "b" * 16], weights, "", "d", {0: "d", 1: "e"}, average, average, norms)
+        history.write(Outcome(t, [step]), "lineage")
+    history.write(Outcome(3, reason="nobody there"), "lineage")
+    history.close()
+    again = History(path, "run", "a" * 16, [0, 1], 9.0)
+    assert again.norms() == [[2.0], [3.0, 4.0]]
+    again.close()

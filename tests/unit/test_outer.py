@@ -1,8 +1,9 @@
 """Outer steps against torch's own optimizer, and the balance of what is moved and what is delivered."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.error_alarm import ErrorAlarm
 from p2p_dilocox.errors import SpecError
-from p2p_dilocox.events import RoundStarted, StepSkipped, Warned
+from p2p_dilocox.events import RoundDropped, RoundStarted, StepSkipped, Warned
 from p2p_dilocox.outer import Average, OuterState, nesterov_
 from p2p_dilocox.overlap import Overlap
 from p2p_dilocox.trainer import take_outer_steps, train
+from p2p_dilocox.wish import Wish
 from tests.unit.ledger import ME, OTHER, SHAPES, Ledger, random_tensors, spec_of
 
 
@@ -200,3 +202,15 @@ def test_what_is_not_finite_is_never_offered(mode: str) -> None:
     assert train(ledger.spec, ledger.rank)
     assert [w for w in ledger.weights if w == 0] == [ledger.weights[2]]
     assert [e.message for e in ledger.events if isinstance(e, Warned)]
+
+
+def test_a_cluster_that_lost_sight_of_the_others_stops_training_alone() -> None:
+    """With a quorum: three rounds in a row come to nothing, and it goes to look for the others."""
+    ledger = Ledger(spec_of(), 0, stormy=False)
+    run = replace(ledger.spec.run, quorum=2)
+    dropped = SimpleNamespace(ready=lambda: True, wait=lambda _give_up: Outcome(ledger.rank.t - 1))
+    ledger.rank.rounds = cast(Any, SimpleNamespace(start=lambda _t, _offer: dropped))
+    ledger.rank.history = cast(Any, SimpleNamespace(write=lambda *_: None))
+    assert not train(replace(ledger.spec, run=run), ledger.rank)
+    assert ledger.rank.wanted == Wish.PAUSE_NOW
+    assert [e.t for e in ledger.events if isinstance(e, RoundDropped)] == [1, 2, 3, 4]  # one was in flight
