@@ -26,6 +26,8 @@ from typing import Any
 
 from benchmarks.links import Links, why_not
 from benchmarks.volunteer import Fault, Volunteer, send
+from p2p_dilocox.coverage import read_coverage
+from p2p_dilocox.fault_points import POINTS
 from p2p_dilocox.invariants import check_history
 from p2p_dilocox.swarm.process import die_with_parent, remove_sockets_of
 
@@ -52,6 +54,7 @@ max_position_embeddings = 64
 tie_word_embeddings = true
 [data]
 seq_len = 64
+order = "shards"
 [inner]
 H = 20
 batch_size = 4
@@ -73,13 +76,18 @@ Row = dict[str, Any]
 
 def draw(seed: int, faults: int, seconds: float, *, links: bool) -> list[Fault]:
     """In order of time. kill: all processes of a cluster. rank: one, which the supervisor starts again.
-    leave: Ctrl-C. freeze: SIGSTOP for all. cut: no byte passes the link. pause: as the command."""
+    leave: Ctrl-C. freeze: SIGSTOP for all. cut: no byte passes the link. pause: as the command. The start
+    after a kill or leave may be killed again at a named point of an outer step."""
     chance = random.Random(seed)
     kinds = ["kill", "rank", "leave", "freeze", "freeze", "pause", *(["cut", "cut"] if links else [])]
     times = sorted(chance.uniform(0, seconds) for _ in range(faults))
     return [
-        Fault(at, chance.choice(kinds), chance.randrange(CLUSTERS), chance.uniform(2.0, 8.0)) for at in times
-    ]
+        Fault(
+            at_s=at, kind=chance.choice(kinds), cluster=chance.randrange(CLUSTERS),
+            seconds=chance.uniform(2.0, 8.0), point=chance.choice(["", *POINTS]),
+        )
+        for at in times
+    ]  # fmt: skip
 
 
 class Chaos:
@@ -159,10 +167,12 @@ class Chaos:
         pids = victim.pids()
         match fault.kind:
             case "kill":
+                victim.point = fault.point
                 send(pids, signal.SIGKILL)
             case "rank":
                 send(pids[1:2], signal.SIGKILL)
             case "leave":
+                victim.point = fault.point
                 send(pids[:1], signal.SIGINT)
             case "freeze":
                 send(pids, signal.SIGSTOP)
@@ -221,15 +231,19 @@ def chaos(faults: list[Fault], seconds: float, directory: Path, links: Links | N
             _until(run.healed, "the clusters, after the last fault")
     finally:
         run.close()
+    coverage = read_coverage([v.state for v in run.volunteers])
     return {
         "seconds": round(took, 1),
         "faults": dict(done),
+        "killed_at_points": sum(1 for v in run.volunteers for _ in v.state.glob("once-*")),
         "outer_steps": steps,
         "steps_per_s": round(steps / took, 3),
         "starts": [v.starts for v in run.volunteers],
         "violations": check_history([line for v in run.volunteers for line in v.history()]),
         "rss_mb": [_quarters([rss / 1e6 for rss, _ in v.usage]) for v in run.volunteers],
         "open_files": [_quarters([float(fds) for _, fds in v.usage]) for v in run.volunteers],
+        "data_seen": {t: round(f, 3) for t, f in coverage.fractions().items()},
+        "trained_twice": len(coverage.twice),
         "losses": losses(run.volunteers),
     }
 

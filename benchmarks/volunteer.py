@@ -26,6 +26,7 @@ class Fault:
     kind: str
     cluster: int
     seconds: float
+    point: str = ""  # of fault_points.py, where the next start is killed
 
 
 @dataclass
@@ -39,19 +40,27 @@ class Volunteer:
     starts: int = 0
     hit: float = 0.0  # when the last fault of it was over
     fault: Fault | None = None
+    point: str = ""
     usage: list[tuple[int, int]] = field(default_factory=list)
     _lines: list[Row] = field(default_factory=list)
     _read: int = 0  # bytes of its history that are in _lines
     _looked: float = 0.0
 
     def start(self) -> None:
+        """With a fault point armed, if the last fault had one: in the outer step after next, once."""
         self.state.mkdir(exist_ok=True)
+        environment = dict(os.environ)
+        if self.point:
+            t = max((line["t"] for line in self.history()), default=0) + 2
+            environment["DILOCOX_FAULT"] = f"kill@{self.point}:{t}:{self.state / f'once-{self.starts}'}"
+        self.point = ""
         with (self.state / "output").open("ab") as output:
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env=environment,
                 preexec_fn=die_with_parent,
             )
         self.starts += 1

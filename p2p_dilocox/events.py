@@ -17,6 +17,7 @@ __all__ = [
     "RoundCommitted",
     "RoundDropped",
     "RoundStarted",
+    "ShardTrained",
     "StepSkipped",
     "Warned",
     "event_from_dict",
@@ -71,6 +72,17 @@ class StepSkipped(Event):
     H: int
     skipped: int
     message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardTrained(Event):
+    """What the cluster trained on in outer step t, whose round has landed: part `shard` mod num_shards of the
+    data, in pass `shard` div num_shards."""
+
+    kind: ClassVar[str] = "shard_trained"
+    t: int
+    shard: int
+    num_shards: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +167,8 @@ class Finished(Event):
 _EVENTS: dict[str, type[Event]] = {
     e.kind: e
     for e in (
-        Phase, InnerStep, StepSkipped, RoundStarted, RoundCommitted, RoundDropped, Evaluated, Checkpointed,
-        Warned, Finished,
+        Phase, InnerStep, ShardTrained, StepSkipped, RoundStarted, RoundCommitted, RoundDropped, Evaluated,
+        Checkpointed, Warned, Finished,
     )
 }  # fmt: skip
 

@@ -124,6 +124,12 @@ class Data:
         "stream: windows of the text; documents: the same, and each token sees its own document only; "
         "padded: one document, or a piece of it, per sequence",
     ] = "stream"
+    order: Annotated[
+        str,
+        one_of("random", "shards"),
+        "random: each cluster draws windows of its own; shards: clusters share the data out, and see all of "
+        "it before any part twice",
+    ] = "random"
     valid_fraction: Annotated[
         float, Rule("above 0 and at most 0.5", lambda value: 0 < value <= 0.5), "part held out for validation"
     ] = 0.05

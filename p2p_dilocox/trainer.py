@@ -22,6 +22,7 @@ from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.round import Round, Rounds
 from p2p_dilocox.data import Batches
+from p2p_dilocox.data_share import DataShare
 from p2p_dilocox.error_alarm import ErrorAlarm
 from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
 from p2p_dilocox.events import (
@@ -31,9 +32,11 @@ from p2p_dilocox.events import (
     RoundCommitted,
     RoundDropped,
     RoundStarted,
+    ShardTrained,
     StepSkipped,
     Warned,
 )
+from p2p_dilocox.fault_points import reach
 from p2p_dilocox.gradient_sum import GradientSum
 from p2p_dilocox.history import History
 from p2p_dilocox.inner import InnerOptimizer, learning_rate
@@ -82,6 +85,7 @@ class Rank:
     skipped: int = 0  # inner steps whose loss or gradient was not finite
     dropped: int = 0  # rounds, in a row
     alarm: ErrorAlarm = field(default_factory=ErrorAlarm)
+    share: DataShare | None = None  # None: random windows
     local: LocalOuter | None = None  # outer steps of this cluster alone
     anchors: AnchorMean | None = None  # the last ones, whose mean is validated
 
@@ -133,6 +137,8 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
     """One inner step of the cluster. True if the round on the wire has arrived at all its ranks."""
     started = time.monotonic()
     t, h = rank.t, rank.h
+    if rank.share:
+        rank.share.lease(t, rank.batches, rank.pipeline)
     tokens = rank.batches.batch(t, h)
     rank.pipeline.forward_backward(tokens, f"{spec.run.seed}/{rank.cluster_id}/{t}/{h}")
     arrived = rank.pending is not None and rank.pending.ready()
@@ -223,6 +229,7 @@ def contribute(spec: RunSpec, rank: Rank) -> Offer:
     weight = float(min(rank.unsent_tokens, tokens_per_outer_step(spec)))
     norm = math.sqrt(norm_sq)
     rank.report(RoundStarted(rank=rank.index, t=rank.t, weight=weight, norm=norm, error_ratio=ratio))
+    reach("contributed", rank.t)
     return Offer(weight, norm, fingerprint(sketch, rank.pipeline.num_parameters))
 
 
@@ -240,6 +247,7 @@ def land(spec: RunSpec, rank: Rank) -> None:
     waited_s = time.monotonic() - started
     rank.pending = None
     agree_in_cluster(rank, outcome)
+    reach("landing", outcome.t)
     outer = rank.outer
     if outcome.steps:
         moved = rank.local.moved_(rank.pipeline.parameters) if rank.local else contextlib.nullcontext()
@@ -251,6 +259,9 @@ def land(spec: RunSpec, rank: Rank) -> None:
     rank.progress.move_to(max(outer.t, outcome.t), outer)
     rank.t = max(rank.t, outer.t + 1)  # a cluster that was left behind goes on where the others are
     rank.history.write(outcome, outer.lineage)
+    reach("landed", outcome.t)
+    if rank.share and rank.index == 0 and (shard := rank.share.finish(outcome.t)) is not None:
+        rank.report(ShardTrained(rank=0, t=outcome.t, shard=shard, num_shards=rank.batches.num_shards))
     rank.dropped = 0 if outcome.steps else rank.dropped + 1
     for note in outcome.notes:
         rank.report(Warned(rank=rank.index, message=note))

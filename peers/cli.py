@@ -231,6 +231,27 @@ def status(link: str | None, state_dir: Path | None, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("state_dirs", metavar="STATE_DIR...", nargs=-1, required=True, type=STATE_DIR)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def coverage(state_dirs: tuple[Path, ...], as_json: bool) -> None:
+    """Which share of the data the clusters have seen how often. For runs with data.order = "shards"."""
+    from p2p_dilocox.coverage import read_coverage
+
+    found = read_coverage(state_dirs)
+    if as_json:
+        record = {"num_shards": found.num_shards, "seen": found.seen, "times": found.fractions()}
+        click.echo(json.dumps(record | {"twice": found.twice, "outer_steps": found.by_cluster}))
+        return
+    for times, fraction in found.fractions().items():
+        click.echo(f"{fraction:7.1%} of the data seen {times} times")
+    steps = sum(found.by_cluster.values())
+    click.echo(
+        f"{found.num_shards} shards, {steps} outer steps of {len(found.by_cluster)} clusters; "
+        f"{len(found.twice)} shards were trained by two at once or again after a crash"
+    )
+
+
+@main.command()
 @click.argument("state_dir", type=STATE_DIR)
 @click.argument("out", type=DirectoryName())
 @click.option(

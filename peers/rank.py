@@ -28,6 +28,7 @@ from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.snapshot import write_snapshot
 from p2p_dilocox.checkpoint.store import CheckpointStore, load_rank, newest
 from p2p_dilocox.data import Batches, load_tokens
+from p2p_dilocox.data_share import open_data_share
 from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
 from p2p_dilocox.events import Event, Finished, Phase, Warned
 from p2p_dilocox.gradient_sum import build_inner
@@ -229,7 +230,7 @@ def _build(
         checkpoints=CheckpointStore(state / "checkpoints", digest, spec.checkpoint.keep),
         local=build_local_outer(spec.local, pipeline.parameters),
         anchors=build_anchor_mean(spec),
-        wish=wish, report=report, lock=lock,
+        wish=wish, report=report, lock=lock, share=open_data_share(spec, state, key.cluster_id, progress),
     )  # fmt: skip
     saved = newest(state / "checkpoints", digest)
     if saved is not None:

@@ -1,9 +1,11 @@
 """What a cluster of this machine is doing, and who is in a run."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -11,10 +13,15 @@ from p2p_dilocox.errors import StateError
 from p2p_dilocox.program import printable
 from p2p_dilocox.swarm.link import JoinLink
 
+if TYPE_CHECKING:  # it loads hivemind
+    from p2p_dilocox.swarm.messages import Presence
+
 from .control import SOCKET_NAME, ask
 from .view import bytes_text
 
-__all__ = ["cluster_status", "status_table", "swarm_status", "swarm_table"]
+__all__ = [
+    "cluster_status", "distinct_names", "status_table", "swarm_records", "swarm_status", "swarm_table",
+]  # fmt: skip
 
 
 def cluster_status(state: Path) -> dict[str, Any]:
@@ -69,31 +76,64 @@ def swarm_status(text: str) -> list[dict[str, Any]]:
     link = JoinLink.parse(text)
     from .visit import list_clusters  # loads hivemind: a wrong link should not wait for it
 
+    return swarm_records(list_clusters(link))
+
+
+def swarm_records(clusters: dict[str, tuple[Presence, float]]) -> list[dict[str, Any]]:
+    """clusters: what each said of itself, and how many seconds ago. All of it are its own words."""
+    names = distinct_names({cluster: presence for cluster, (presence, _) in clusters.items()})
+    tokens = sum(presence.tokens for presence, _ in clusters.values())
     return [
         {
-            "cluster_id": cluster_id,
-            "name": presence.name,
+            "cluster_id": cluster,
+            "name": names[cluster],
             "state": presence.state,
             "processes": len(presence.ranks),
+            "stages": sorted({stage for rank in presence.ranks for stage in rank.stages}),
             "t": presence.t,
             "h": presence.h,
             "loss": presence.loss if math.isfinite(presence.loss) else None,
             "tokens_per_s": presence.tokens_per_s,
             "tokens": presence.tokens,
+            "share": presence.tokens / tokens if tokens else 0.0,
+            "seen_s": round(seen_s, 1),
         }
-        for cluster_id, presence in sorted(list_clusters(link).items())
+        for cluster, (presence, seen_s) in sorted(clusters.items())
     ]
+
+
+def distinct_names(clusters: dict[str, Presence]) -> dict[str, str]:
+    """A name is a claim: the cluster that has used it longest is shown with it, any other with its id behind.
+
+    How long is what each says of itself, so a name proves nothing; the id does, which is its key's.
+    """
+    first: dict[str, str] = {}
+    for cluster in sorted(clusters, key=lambda c: (clusters[c].since, c)):
+        first.setdefault(clusters[cluster].name, cluster)
+    return {c: p.name if first[p.name] == c else f"{p.name}~{c[:6]}" for c, p in clusters.items()}
 
 
 def swarm_table(clusters: list[dict[str, Any]]) -> Table:
     table = Table(border_style="cyan", title=f"{len(clusters)} clusters", title_justify="left")
     table.add_column("cluster")
     table.add_column("name")
-    for name in ("state", "processes", "outer step", "loss", "tokens/s", "tokens"):
+    for name in ("state", "stages", "outer step", "loss", "tokens/s", "tokens", "share", "seen"):
         table.add_column(name, justify="right")
     for c in clusters:
         table.add_row(
-            c["cluster_id"], printable(c["name"], 32), c["state"], str(c["processes"]), f"{c['t']}+{c['h']}",
-            _figure(c["loss"], ".3f"), f"{c['tokens_per_s']:,.0f}", f"{c['tokens']:,}",
+            c["cluster_id"], printable(c["name"], 40), c["state"], _spans(c["stages"]), f"{c['t']}+{c['h']}",
+            _figure(c["loss"], ".3f"), f"{c['tokens_per_s']:,.0f}", f"{c['tokens']:,}", f"{c['share']:.0%}",
+            f"{c['seen_s']:.0f} s ago",
         )  # fmt: skip
     return table
+
+
+def _spans(stages: list[int]) -> str:
+    """0-3,5 for 0, 1, 2, 3 and 5."""
+    spans: list[list[int]] = []
+    for stage in stages:
+        if spans and stage == spans[-1][1] + 1:
+            spans[-1][1] = stage
+        else:
+            spans.append([stage, stage])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)

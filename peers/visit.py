@@ -34,12 +34,15 @@ def fetch_spec(link: JoinLink) -> str:
     return asyncio.run(_until_signal(fetch(), "run spec"))
 
 
-def list_clusters(link: JoinLink) -> dict[str, Presence]:
-    """The clusters of the run by id. Raises as fetch_spec does."""
+def list_clusters(link: JoinLink) -> dict[str, tuple[Presence, float]]:
+    """The clusters of the run by id, and the seconds since each one's heartbeat. Raises as fetch_spec does.
 
-    async def look() -> dict[str, Presence]:
+    Whoever looks is a client of the DHT and tells no presence: nobody counts it as a cluster.
+    """
+
+    async def look() -> dict[str, tuple[Presence, float]]:
         async with _visitor(link) as node:
-            return await node.clusters()
+            return await node.sightings()
 
     return asyncio.run(_until_signal(look(), "list of clusters"))
 

@@ -19,6 +19,7 @@ from p2p_dilocox.outer import OuterState
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import (
     Ask,
+    DataClaim,
     Envelope,
     Presence,
     RankAddress,
@@ -59,6 +60,8 @@ class Progress:
     tokens_per_s: float = 0.0
     tokens: int = 0
     lineages: dict[int, str] = field(default_factory=dict)  # of recent committed outer steps
+    data: DataClaim = DataClaim()  # ours, and those of the others that train
+    others_data: dict[str, DataClaim] = field(default_factory=dict)
     astray: str = ""  # why this cluster should give up its history for another one
     duplicate: str = ""  # why this cluster has to go: its identity is in use elsewhere
 
@@ -124,6 +127,7 @@ class Company:
         return Presence(
             cluster_id=self.me, name=self.name, ranks=self.ranks, t=p.t, h=p.h, state=p.state,
             loss=p.loss, tokens_per_s=p.tokens_per_s, tokens=p.tokens, since=self._since,
+            data=p.data,
         )  # fmt: skip
 
     def standing(self) -> Standing:
@@ -170,6 +174,8 @@ class Company:
         await self.node.publish_presence(self.key, self.presence())
         self._published = True
         self.present = {c: p for c, p in self.present.items() if self._allowed(c)}
+        training = {c: p.data for c, p in self.present.items() if p.state == "training" and c != self.me}
+        self.progress.others_data = training
         for cluster in [c for c, p in self.present.items() if before.get(c) != p]:
             self.heard(cluster)  # its heart beats
         for cluster, presence in self.present.items():

@@ -34,6 +34,7 @@ from p2p_dilocox.averaging.outcome import Outcome, OuterStep
 from p2p_dilocox.averaging.rollcall import Roster, read_call
 from p2p_dilocox.averaging.service import ExchangeKey, Service
 from p2p_dilocox.errors import ClusterError, DriftedError
+from p2p_dilocox.fault_points import reach
 from p2p_dilocox.lineage import part_digest, round_digest
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.swarm.messages import (
@@ -164,6 +165,7 @@ class Rounds:
         reason, attempt, steps = "no time for a roll call", 0, []
         self._voted.clear()
         while attempt < _ATTEMPTS and not deadline.passed:
+            reach("roll_call", t)
             reply = await self._roll_call(t, attempt, offer, deadline)
             if reply.over:
                 return await self._follow(t, deadline, received)
@@ -174,11 +176,13 @@ class Rounds:
             if roster.index_of(self._me) is None:
                 return await self._follow(t, deadline, received)
             done, averaged = await self._average(t, roster, coded, vectors, deadline)
+            reach("averaged", t)
             decision = await self._decision(done, deadline)
             while self._open:  # a member that comes late must not wait for us
                 self.service.close_exchange(self._open.pop())
             attempt += 1
             if decision.outcome == "committed" and averaged is not None:
+                reach("committed", t)
                 self._pace.append(averaged.seconds)
                 steps = [self._keep(roster, decision.digest, done, averaged)]
                 break

@@ -1,12 +1,13 @@
-"""What a cluster trains on: random windows of the training tokens, different ones for every cluster.
+"""What a cluster trains on: in each outer step one shard of the data, the same in every process.
 
-There is no position to save. Window i of inner step h in outer step t follows from (seed, cluster id, t, h,
-i) alone, so a cluster that crashed, resumed or came back under its old key goes on where it would have been,
-and a cluster under a new key starts a stream of its own. Windows are drawn with replacement: streams of
-different clusters are independent, not disjoint, and none ever ends.
+With data.order = "random" window i of inner step h in outer step t follows from (seed, cluster id, t, h, i):
+drawn with replacement, there is no position to save. With "shards" it follows from (seed, shard, h, i), and
+leases.py remembers the number of each outer step's shard. Either way a cluster that crashed, resumed or came
+back under its old key goes on where it would have been, and no stream ever ends.
 """
 
 import hashlib
+import math
 
 import numpy as np
 import torch
@@ -35,16 +36,47 @@ class Batches:
         self.window = spec.data.seq_len + 1
         self._stream = f"{spec.run.seed}/{cluster_id}"
         end = end_of_document(spec.data.tokenizer) if spec.data.packing == "padded" else None
+        self._seed, self._lease = spec.run.seed, (0, 0)
+        self._per_shard = spec.inner.H * spec.inner.batch_size
         self._train, self._valid = (
             _Windows(tokens, self.window, end) for tokens in (corpus.train, corpus.valid)
         )
 
     def batch(self, t: int, h: int) -> torch.Tensor:
-        """Inner step h of outer step t: int64 [B, T + 1]."""
+        """Inner step h of outer step t: int64 [B, T + 1]. From the shard that was leased for t; without one
+        random windows, which follow from (seed, cluster, t, h) alone."""
+        leased_t, number = self._lease
+        if t == leased_t:
+            first = number % self.num_shards * self._per_shard + h * self.batch_size
+            positions = np.arange(first, first + self.batch_size, dtype=np.uint64)
+            return self._train.rows(self._shuffled(number // self.num_shards, positions))
         key = f"{self._stream}/{t}/{h}".encode()
         # SHAKE-256 as the generator: the same numbers on every machine and in every version of every library
         numbers = np.frombuffer(hashlib.shake_256(key).digest(8 * self.batch_size), dtype="<u8")
         return self._train.rows(numbers % np.uint64(self._train.count))
+
+    @property
+    def num_shards(self) -> int:
+        """Parts of the data, each of as many windows as a cluster trains on in an outer step; 1 if it has not
+        even those: then an outer step goes round it several times."""
+        return max(1, self._train.num_apart // self._per_shard)
+
+    def lease(self, t: int, number: int) -> None:
+        """Outer step t trains on shard `number`, see leases.py."""
+        self._lease = (t, number)
+
+    def _shuffled(self, over: int, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The windows at some positions of pass `over`: each window stands at one position, neighbours are
+        far apart. Windows of another pass begin elsewhere in the text."""
+        count, stride = self._train.num_apart, self._train.stride
+        digest = hashlib.shake_256(f"{self._seed}/{over}".encode()).digest(24)
+        factor, shift, offset = np.frombuffer(digest, dtype="<u8").tolist()
+        factor = factor % count or 1
+        while math.gcd(factor, count) > 1:  # then it is a permutation
+            factor += 1
+        windows = [(factor * p + shift) % count for p in positions.tolist()]
+        starts = [(w * stride + offset % stride) % self._train.count for w in windows]
+        return np.array(starts, dtype=np.uint64)
 
     def valid_batches(self, count: int) -> list[torch.Tensor]:
         """`count` batches, int64 [B, T + 1] each, from all over the held-out tokens; the same for every
@@ -61,11 +93,17 @@ class _Windows:
         self.tokens, self.window = tokens, window
         self.starts: NDArray[np.int64] | None = None
         self.count = len(tokens) - window + 1
+        self.stride = window - 1
         if end is not None:
             self.starts, self.lengths = _pieces(np.flatnonzero(tokens == end) + 1, len(tokens), window)
-            self.count = len(self.starts)
+            self.count, self.stride = len(self.starts), 1
         if self.count < 1:
             raise DataError("no document has two tokens, and one of them is needed to predict the other")
+
+    @property
+    def num_apart(self) -> int:
+        """Windows that share no target token."""
+        return max(1, self.count // self.stride)
 
     def rows(self, numbers: NDArray[np.uint64]) -> torch.Tensor:
         """int64 [len(numbers), T + 1], PADDING behind the end of a short piece."""

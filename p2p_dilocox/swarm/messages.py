@@ -13,8 +13,8 @@ from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.identity import SigningKey, cluster_id_of, is_signed_by
 
 __all__ = [
-    "PROTOCOL", "Ask", "Call", "CallReply", "Decision", "Envelope", "Follow", "Message", "Opening", "Pass",
-    "Presence", "RankAddress", "Ready", "Result", "StageDone", "Standing", "Vote", "Votes",
+    "PROTOCOL", "Ask", "Call", "CallReply", "DataClaim", "Decision", "Envelope", "Follow", "Message",
+    "Opening", "Pass", "Presence", "RankAddress", "Ready", "Result", "StageDone", "Standing", "Vote", "Votes",
     "open_sealed", "peer_of_stage", "seal", "unpack",
 ]  # fmt: skip
 
@@ -65,6 +65,14 @@ def peer_of_stage(ranks: list[RankAddress], stage: int) -> str | None:
     return next((rank.peer for rank in ranks if stage in rank.stages), None)
 
 
+class DataClaim(Message, frozen=True, kw_only=True):
+    """What a cluster knows to be trained of the data, and what it holds: see data/leases.py."""
+
+    done: Count = 0
+    ahead: Annotated[bytes, msgspec.Meta(max_length=128)] = b""
+    held: Annotated[list[Count], msgspec.Meta(max_length=8)] = []
+
+
 class Presence(Message, frozen=True, kw_only=True):
     """A cluster's heartbeat. `t`: last outer step it took; `h`: inner steps since. `state`: joining,
     training, paused, left.
@@ -82,6 +90,7 @@ class Presence(Message, frozen=True, kw_only=True):
     tokens_per_s: Measure
     tokens: Count
     since: Measure = 0.0
+    data: DataClaim = DataClaim()
 
     @property
     def lead(self) -> RankAddress:

@@ -137,8 +137,10 @@ class Node:
                 )
             await asyncio.sleep(0.5)
 
-    async def publish_presence(self, key: SigningKey, presence: Presence) -> bool:
-        expires = get_dht_time() + PRESENCE_LIFE_S
+    async def publish_presence(
+        self, key: SigningKey, presence: Presence, life_s: float = PRESENCE_LIFE_S
+    ) -> bool:
+        expires = get_dht_time() + life_s
         sealed = seal(key, self.run_id, presence)
         return bool(
             await self.dht.store(clusters_key(self.run_id), sealed, expires, subkey=presence.cluster_id)
@@ -147,17 +149,22 @@ class Node:
     async def clusters(self) -> dict[str, Presence]:
         """The clusters that were heard of in the last PRESENCE_LIFE_S
         seconds, by id; those that left are not in it."""
+        return {cluster: presence for cluster, (presence, _) in (await self.sightings()).items()}
+
+    async def sightings(self) -> dict[str, tuple[Presence, float]]:
+        """The same, each with the seconds since its last heartbeat."""
         try:
             found = await within(self.dht.get(clusters_key(self.run_id), latest=True), _DHT_S)
         except TimeoutError:
             return {}
-        present: dict[str, Presence] = {}
+        present: dict[str, tuple[Presence, float]] = {}
         if found is not None and isinstance(found.value, dict):
             for sealed in found.value.values():
                 with contextlib.suppress(NotTrustedError):
                     presence = open_sealed(sealed.value, self.run_id, Presence)
                     if presence.state != "left":
-                        present[presence.cluster_id] = presence
+                        left_s = sealed.expiration_time - get_dht_time()
+                        present[presence.cluster_id] = (presence, max(0.0, PRESENCE_LIFE_S - left_s))
         return present
 
     async def close(self) -> None:

@@ -51,6 +51,7 @@ def test_the_options_of_every_command_are_frozen() -> None:
         "check-history": "--json files",
         "compare": "--allreduce-steps --clusters --json --out --processes --quick --run --seeds --steps "
         "--warm recipe_names",
+        "coverage": "--json state_dirs",
         "demo": "--clusters --out --run",
         "export": "--average out state_dir",
         "id": "--state-dir",
