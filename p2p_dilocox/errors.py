@@ -10,6 +10,7 @@ DilocoxError                 exit code 1
   DataError                  7   data or tokenizer do not fit the run
   ClusterError               8   a rank of this cluster failed
     DriftedError             8   its parameters are not those of the other clusters
+  OutOfMemoryError          10   a rank of this cluster had not enough memory
 """
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LinkError",
     "ModelError",
     "NotTrustedError",
+    "OutOfMemoryError",
     "SpecError",
     "StateError",
     "UnreachableError",
@@ -66,3 +68,7 @@ class ClusterError(DilocoxError):
 
 class DriftedError(ClusterError):
     pass
+
+
+class OutOfMemoryError(DilocoxError):
+    exit_code = 10

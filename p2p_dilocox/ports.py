@@ -1,14 +1,18 @@
 """Ports of multiaddresses: whether one can be taken, and the ones that belong to the ranks of a cluster."""
 
+import contextlib
 import errno
 import re
 import socket
+from pathlib import Path
 
 from p2p_dilocox.errors import LinkError
+from p2p_dilocox.program import printable
 
 __all__ = ["check_port", "shift_port"]
 
 _ADDRESS = re.compile(r"/ip[46]/([^/]+)/(tcp|udp)/([0-9]+)")
+_LISTENS = "0A"  # a state in /proc/net/tcp
 _PORT = re.compile(r"(?<=/)(tcp|udp)/([0-9]+)")
 
 
@@ -31,12 +35,29 @@ def check_port(maddr: str) -> None:
                 probe.listen(1)
         except OSError as error:
             reasons = {
-                errno.EADDRINUSE: f"port {port} is in use. End its program or choose another port",
+                errno.EADDRINUSE: f"port {port} is in use{_by(kind, port)}. End it or choose another port",
                 errno.EACCES: f"port {port} is reserved for root. Choose one of 1024 to 65535",
                 errno.EADDRNOTAVAIL: f"{host} is not an address of this machine. 0.0.0.0 means all of them",
             }
             reason = reasons.get(error.errno or 0, f"{error.strerror}. Choose another address")
             raise LinkError(f"cannot listen on {maddr}: {reason}.") from error
+
+
+def _by(kind: str, port: int) -> str:
+    """ " by process 123 (name)", if Linux tells us, which it does of our own user's processes."""
+    inodes = set()
+    for table in (kind, f"{kind}6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if int(fields[1].rpartition(":")[2], 16) == port and (kind == "udp" or fields[3] == _LISTENS):
+                    inodes.add(f"socket:[{fields[9]}]")
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if str(link.readlink()) in inodes:
+                process = link.parents[1]
+                return f" by process {process.name} ({printable((process / 'comm').read_text().strip(), 40)})"
+    return ""
 
 
 def shift_port(maddr: str, by: int) -> str:

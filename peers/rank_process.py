@@ -10,11 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from p2p_dilocox.errors import ClusterError
 from p2p_dilocox.program import printable
 from p2p_dilocox.state_dir import write_atomic
 from p2p_dilocox.swarm.process import die_with_parent
 
-__all__ = ["RankProcess", "status_text"]
+from .cause import Silence, kills_for_memory, status_text
+from .restarts import HOPELESS
+
+__all__ = ["RankProcess"]
 
 _MAX_LINE_BYTES = 1 << 20
 _LOG_TAIL_BYTES = 8192
@@ -50,9 +54,13 @@ class RankProcess:
                 preexec_fn=die_with_parent,
             )  # fmt: skip
         self.channel.setblocking(False)
+        self._silence = Silence(self.process.pid)
+        self._frozen = self._killed = False
+        self._kills_before = kills_for_memory()
 
     def hear(self) -> list[bytes] | None:
-        """The whole lines that it has written by now; [] if there are none yet, None at the end."""
+        """The whole lines that it has written by now, but for empty ones, which only say that it lives; [] if
+        there are none yet, None at the end."""
         try:
             data = self.channel.recv(1 << 16)
         except BlockingIOError:
@@ -61,10 +69,17 @@ class RankProcess:
             data = b""
         if not data:
             return None
+        self._silence.end()
         self._buffer += data
         *lines, rest = self._buffer.split(b"\n")
         self._buffer = rest if len(rest) < _MAX_LINE_BYTES else bytearray()
-        return [bytes(line) for line in lines]
+        return [bytes(line) for line in lines if line]
+
+    def watch(self, seconds: float) -> None:
+        """It has not ended, and time has passed. One that is frozen is killed: its neighbours wait for it."""
+        if not self._frozen and self._silence.goes_on(seconds):
+            self.kill()
+            self._frozen = True
 
     def send(self, command: dict[str, Any]) -> None:
         """Never waits: a rank that does not read has a deadline of its own."""
@@ -82,8 +97,22 @@ class RankProcess:
     def kill(self) -> None:
         """It and its p2pd, which is in its process group."""
         if not self.ended and self.process.poll() is None:
+            self._killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def weight(self) -> int:
+        """Of two ranks that ended, the heavier one is the cause: the other lost it, or was told to end."""
+        code = self.process.returncode
+        if code in (0, ClusterError.exit_code) or (self._killed and not self._frozen):
+            return 0
+        return 2 if code in HOPELESS else 1
+
+    def fate(self) -> str:
+        """How it ended, as the end of a sentence."""
+        memory_short = kills_for_memory() > self._kills_before
+        return status_text(self.process.returncode, frozen=self._frozen, memory_short=memory_short)
 
     def last_lines(self) -> str:
         """The end of what this process has logged, each line on one of its own and without control codes."""
@@ -92,9 +121,3 @@ class RankProcess:
             tail = log.read()[-_LOG_TAIL_BYTES:].decode(errors="replace")
         lines = tail.strip().splitlines()[-_LOG_TAIL_LINES:]
         return "".join(f"\n  {printable(line, 300)}" for line in lines) or " (its log is empty)"
-
-
-def status_text(code: int) -> str:
-    """`code` as subprocess gives it, as the end of a sentence."""
-    name = signal.Signals(-code).name if code < 0 else ""
-    return f"ended with signal {name}" if name else f"ended with exit status {code}"

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from p2p_dilocox.errors import ClusterError, DilocoxError, StateError
+from p2p_dilocox.errors import ClusterError, DilocoxError, OutOfMemoryError, StateError
 from p2p_dilocox.events import Event, Phase, Warned, event_from_dict
 from p2p_dilocox.program import printable
 from p2p_dilocox.sinks import JsonlSink
@@ -31,7 +31,7 @@ from .control import SOCKET_NAME, bind_control
 from .display import Display
 from .limits import Limits, Pause
 from .progress import Progress
-from .rank_process import RankProcess, status_text
+from .rank_process import RankProcess
 from .restarts import HOPELESS, MAX_RESTARTS, WINDOW_S, Restarts
 
 __all__ = ["Outcome", "Supervisor"]
@@ -86,7 +86,7 @@ class Supervisor:
         self._clients: dict[socket.socket, bytearray] = {}
         self._signals: list[int] = []
         self._interrupted = 0
-        self._failed: tuple[RankProcess, int] | None = None
+        self._failed: RankProcess | None = None
         self._last_words: dict[int, str] = {}
         self._asked_to_leave = False
         self._asked_to_pause: Pause | None = None
@@ -95,6 +95,7 @@ class Supervisor:
         self._stopping: Literal["no", "leave", "now", "killed"] = "no"
         self._deadline = float("inf")
         self._next_status = 0.0
+        self._looked = time.monotonic()
 
     def run(self) -> Outcome:
         """Start the ranks and stay until the last has ended; start them again if one failed.
@@ -129,7 +130,7 @@ class Supervisor:
             self._write_status()
             self._dismiss_clients(outcome)
         if outcome.reason == "failed" and self._failed is not None:
-            raise self._failure(*self._failed, restarts.count)
+            raise self._failure(self._failed, restarts.count)
         return outcome
 
     def _run_ranks(self, server: socket.socket) -> None:
@@ -147,7 +148,7 @@ class Supervisor:
         self._end_all()
         first = self._ranks[0]
         if self._failed is None and self._stopping == "no" and self._progress.finished.get(0) != "complete":
-            self._failed = (first, first.process.returncode)
+            self._failed = first
 
     @property
     def _told_to_end(self) -> bool:
@@ -155,14 +156,13 @@ class Supervisor:
 
     def _pause_before_restart(self, restarts: Restarts) -> float | None:
         """Seconds, announced to everybody; None if the cluster does not start again."""
-        if self._failed is None or self._told_to_end or self._failed[1] in HOPELESS:
+        if self._failed is None or self._told_to_end or self._failed.process.returncode in HOPELESS:
             return None
         pause_s = restarts.pause_s(time.monotonic())
         if pause_s is not None:
-            rank, code = self._failed
             when = f"in {pause_s:.0f} s (restart {restarts.count} of at most {MAX_RESTARTS} in {_WINDOW})"
-            message = f"{status_text(code)}; the cluster starts again from its last checkpoint {when}"
-            self._emit(Warned(rank=rank.number, message=message))
+            message = f"{self._failed.fate()}; the cluster starts again from its last checkpoint {when}"
+            self._emit(Warned(rank=self._failed.number, message=message))
             self._emit(Phase(name="restarting", detail=when))
         return pause_s
 
@@ -176,9 +176,12 @@ class Supervisor:
                 self._serve(key.fileobj)
         while self._signals:
             self._interrupt(self._signals.pop(0))
+        elapsed_s, self._looked = time.monotonic() - self._looked, time.monotonic()
         for rank in self._ranks:
             if not rank.ended and rank.process.poll() is not None:
                 self._reap(rank)
+            elif not rank.ended:
+                rank.watch(elapsed_s)
         if time.monotonic() > self._deadline:
             self._escalate()
         if (pause := self._asked_to_pause or self._limited) != self._told and self._stopping == "no":
@@ -227,11 +230,10 @@ class Supervisor:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(rank.channel)
         rank.channel.close()
-        code = rank.process.returncode
-        if self._failed is not None and code in HOPELESS and self._failed[1] not in HOPELESS:
-            self._failed = (rank, code)  # the cause: other ranks failed because this one had
-        elif code != 0 and self._failed is None and self._stopping in ("no", "leave"):
-            self._failed = (rank, code)
+        if self._failed is not None:
+            self._failed = max(self._failed, rank, key=lambda failed: failed.weight)
+        elif rank.process.returncode != 0 and self._stopping in ("no", "leave"):
+            self._failed = rank
             others = "; ending the others" if any(not r.ended for r in self._ranks) else ""
             self._display.say(f"rank {rank.number} failed{others}")
             self._leave(now=True, within_s=_FAILED_S)
@@ -382,9 +384,10 @@ class Supervisor:
             return Outcome(reason="failed")
         return Outcome(reason="left" if self._asked_to_leave else "complete")
 
-    def _failure(self, rank: RankProcess, code: int, num_restarts: int) -> DilocoxError:
-        if code in HOPELESS and rank.number in self._last_words:
-            return HOPELESS[code](f"rank {rank.number}: {self._last_words[rank.number]}")
+    def _failure(self, rank: RankProcess, num_restarts: int) -> DilocoxError:
+        kind = (HOPELESS | {OutOfMemoryError.exit_code: OutOfMemoryError}).get(rank.process.returncode)
+        if kind is not None and rank.number in self._last_words:
+            return kind(f"rank {rank.number}: {self._last_words[rank.number]}")
         again = f", after {num_restarts} restarts in {_WINDOW}" if num_restarts else ""
         words = f"The last lines of {rank.log}:{rank.last_lines()}"
-        return ClusterError(f"rank {rank.number} {status_text(code)}{again}. {words}")
+        return ClusterError(f"rank {rank.number} {rank.fate()}{again}. {words}")

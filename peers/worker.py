@@ -6,6 +6,7 @@ and reads commands, both as lines of JSON.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from p2p_dilocox.wish import Wish
 
 __all__ = ["main"]
 
+_PULSE_S = 1.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -34,11 +37,20 @@ class _Channel:
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        threading.Thread(target=self._live, name="pulse", daemon=True).start()
 
     def report(self, event: Event) -> None:
         line = json.dumps(event.to_dict()).encode() + b"\n"
         with self._lock:
             self._socket.sendall(line)
+
+    def _live(self) -> None:
+        """Tell the supervisor every second that this process is not frozen."""
+        with contextlib.suppress(OSError):
+            while True:
+                with self._lock:
+                    self._socket.sendall(b"\n")
+                time.sleep(_PULSE_S)
 
     def _listen(self) -> None:
         with self._socket.makefile("rb") as lines:
@@ -67,10 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = _Channel(options.fd)
     channel.report(Phase(rank=config["rank"], name="starting", detail="loading libraries"))
+    from .memory import memory_errors_named
     from .rank import run_rank  # torch and transformers take seconds; the view should not be empty meanwhile
 
     try:
-        run_rank(config, channel.report, channel.wish)
+        with memory_errors_named(config["device"]):
+            run_rank(config, channel.report, channel.wish)
     except DilocoxError as error:
         if channel.wish.value == channel.wish.LEAVE_NOW and isinstance(error, ClusterError):
             return 0  # another rank was quicker to leave

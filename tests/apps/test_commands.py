@@ -1,6 +1,7 @@
 """What the commands say and how they end, without a swarm."""
 
 import importlib.metadata
+import os
 import socket
 import subprocess
 import sys
@@ -264,7 +265,7 @@ def test_serve_names_the_port_that_is_in_use(tmp_path: Path, run_file: Path) -> 
         listen = f"/ip4/127.0.0.1/tcp/{port}"
         result = bootstrap("serve", "--run", run_file, "--state-dir", tmp_path / "state", "--listen", listen)
     assert result.exit_code == 2
-    assert f"port {port} is in use" in result.stderr
+    assert f"port {port} is in use by process {os.getpid()} (" in result.stderr  # field report G7
 
 
 def test_a_demo_that_would_wait_for_ever_is_refused(tmp_path: Path, run_file: Path) -> None:

@@ -77,7 +77,7 @@ def test_torch_takes_what_we_take_and_refuses_what_we_refuse(num_ranks: int, clu
                     check_microbatches(schedule, num_ranks, microbatches, microbatches)
                 continue
             if schedule == "gpipe" and microbatches < num_ranks:
-                continue  # torch 2.10 refuses it, 2.13 does not
+                continue  # torch 2.12 refuses it, 2.13 does not
             check_microbatches(schedule, num_ranks, microbatches, microbatches)
             if len(made) > 1:
                 assert theirs.stage_index_to_group_rank == dict(enumerate(placement.ranks))

@@ -1,0 +1,120 @@
+"""A rank that dies or freezes, first or last, in any phase: named, nothing left, and the run goes on."""
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import LOOPBACK, RUN, Program, wait_for_end
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+Start = Callable[..., Program]
+
+
+class Cluster:
+    """Of two ranks, alone in a run; checkpoints at every outer step, and evaluations that take a while."""
+
+    def __init__(self, start: Start, directory: Path) -> None:
+        text = RUN.format(outer_steps=5000, H=4).replace("[eval]\nbatches = 2", "[eval]\nbatches = 60")
+        (directory / "run.toml").write_text(text + "[checkpoint]\nevery = 1\n")
+        arguments = ["--run", directory / "run.toml", "--state-dir", directory / "organiser"]
+        link = start("dilocox-bootstrap", "serve", *arguments, "--listen", LOOPBACK).read_until("dilocox://")
+        self.state = directory / "state"
+        self.program = start("dilocox-peer", "join", link, "--state-dir", self.state, "--devices", "cpu:2",
+                             "--threads", "1", "--listen", LOOPBACK)  # fmt: skip
+        self._events = self._follow()
+
+    def _follow(self) -> Iterator[dict[str, Any]]:
+        path, rest = self.state / "events.jsonl", ""
+        while not path.exists():
+            assert self.program.process.poll() is None
+            time.sleep(0.01)
+        with path.open() as file:
+            while True:
+                rest += file.readline()
+                if rest.endswith("\n"):
+                    yield json.loads(rest)
+                    rest = ""
+                else:
+                    time.sleep(0.002)
+
+    def until(self, **wanted: object) -> dict[str, Any]:
+        return next(e for e in self._events if all(e.get(key) == value for key, value in wanted.items()))
+
+    def worker(self, rank: int) -> int:
+        name = f"worker-rank{rank}.json"
+        found = [
+            pid for pid, line in self.program.descendants().items() if any(name in word for word in line)
+        ]
+        return found[0]
+
+    def reach(self, phase: str, rank: int) -> int:
+        """Wait until the rank is in the phase; its process id."""
+        if phase == "start-up":
+            self.until(kind="phase", rank=rank, name="starting")
+        elif phase == "rendezvous":  # the other may wait for it already
+            self.until(kind="phase", rank=rank, name="starting", detail="model and data")
+        elif phase == "inner step":
+            self.until(kind="inner_step", rank=rank)
+        elif phase == "round":
+            self.until(kind="round_started", rank=rank)
+        elif phase == "evaluation":
+            self.until(kind="round_committed", rank=rank)
+        elif phase == "checkpoint":
+            self.until(kind="round_committed", rank=rank)
+            pid = self.worker(rank)
+            while not list((self.state / "checkpoints").glob(".partial-*")):
+                time.sleep(0.0005)
+            return pid
+        return self.worker(rank)
+
+    def fails(self, phase: str, rank: int, number: signal.Signals = signal.SIGKILL) -> tuple[float, str]:
+        """Strike the rank. Seconds until no process of the cluster is left, and what is said of it."""
+        pid = self.reach(phase, rank)
+        everything = list(self.program.descendants())
+        os.kill(pid, number)
+        struck = time.monotonic()
+        while "starts again" not in (warned := self.until(kind="warned"))["message"]:
+            pass
+        seconds = time.monotonic() - struck
+        assert wait_for_end(everything, 0) == []
+        assert not list(self.state.glob("rendezvous-*"))
+        assert warned["rank"] == rank, warned
+        return seconds, warned["message"]
+
+
+@pytest.fixture
+def cluster(start: Start, tmp_path: Path) -> Cluster:
+    return Cluster(start, tmp_path)
+
+
+def test_a_rank_killed_before_its_group_is_there_and_one_without_memory(cluster: Cluster) -> None:
+    _, message = cluster.fails("rendezvous", 0)
+    assert message.startswith("ended with signal SIGKILL; the cluster starts again")
+    pid = cluster.reach("inner step", 1)
+    used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
+    while "starts again" not in (warned := cluster.until(kind="warned"))["message"]:
+        pass
+    assert warned["rank"] == 1
+    assert warned["message"].startswith("ran out of memory; the cluster starts again")
+    cluster.until(kind="round_committed")
+    cluster.program.send(signal.SIGINT)
+    assert cluster.program.wait(20) == 130
+
+
+def test_a_frozen_rank_and_one_killed_while_it_saves(cluster: Cluster) -> None:
+    """No neighbour would notice the first before gloo's own deadline, minutes later."""
+    cluster.until(kind="round_committed", t=2)
+    _, message = cluster.fails("inner step", 0, signal.SIGSTOP)
+    assert message.startswith("froze: for 15 s it neither spoke nor used its processor, and was killed; the")
+    _, message = cluster.fails("checkpoint", 1)
+    assert message.startswith("ended with signal SIGKILL")
+    cluster.until(kind="round_committed")
+    assert "resumed outer step" in (cluster.state / "events.jsonl").read_text()
