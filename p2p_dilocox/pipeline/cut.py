@@ -121,11 +121,12 @@ def build_span(
     own_layers = {f"{skeleton.layers}.{index}": layers[index] for index in here}
     entry = _drop_other_stages(skeleton, here, is_first, is_last)
 
-    fill_(model, "", model, seed=seed, device=device)
+    drawn = found is None
+    fill_(model, "", model, seed=seed, device=device, draw=drawn)
     tied_copy = None
     if source is not None and is_last:
         if not is_first:  # the same values as the owner's, since they depend on its name
-            fill_(source, parent_of(owner_name), model, seed=seed, device=device)
+            fill_(source, parent_of(owner_name), model, seed=seed, device=device, draw=drawn)
         shared = source.get_parameter(owner_name.rpartition(".")[2])
         _set_parameter(model, copy_name, shared)
         tied_copy = None if is_first else shared

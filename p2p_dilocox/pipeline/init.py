@@ -19,17 +19,26 @@ __all__ = ["fill_", "stream_of"]
 _GENERATOR = threading.Lock()  # Hugging Face classes draw from torch's global one, which all threads share
 
 
-def fill_(module: nn.Module, name: str, model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
+def fill_(
+    module: nn.Module,
+    name: str,
+    model: PreTrainedModel,
+    *,
+    seed: int,
+    device: torch.device,
+    draw: bool = True,
+) -> None:
     """Give a module on the meta device its tensors, with the values `model`'s class prescribes. In place.
 
     name: of `module` in the whole model, "" for the model itself. Parameters become float32 on `device`.
+    draw: False leaves parameters, not buffers, without values, for others to fill them.
     torch's global random state is the same afterwards. Raises
     ModelError if the class leaves a tensor without values.
     """
     if device.type == "meta":
         return  # only shapes are wanted
     with _GENERATOR, torch.no_grad(), torch.random.fork_rng(devices=[]):
-        _fill(module, name, model, seed, device)
+        _fill(module, name, model, seed, device, draw)
         _settle(module, device)
     for path, part in module.named_modules(prefix=name):
         for key, value in part.__dict__.items():
@@ -39,19 +48,23 @@ def fill_(module: nn.Module, name: str, model: PreTrainedModel, *, seed: int, de
                 )
 
 
-def _fill(module: nn.Module, name: str, owner: PreTrainedModel, seed: int, device: torch.device) -> None:
+def _fill(
+    module: nn.Module, name: str, owner: PreTrainedModel, seed: int, device: torch.device, draw: bool
+) -> None:
     """Children first, as in transformers: some classes (GPT-2) rescale what their children have drawn."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for key, child in module.named_children():
-        _fill(child, f"{name}.{key}" if name else key, owner, seed, device)
+        _fill(child, f"{name}.{key}" if name else key, owner, seed, device, draw)
         if isinstance(module, PreTrainedModel | nn.ModuleList):
             _settle(child, device)  # a whole layer at a time: nothing above a layer rescales it
     # Drawn in float64 and rounded: torch's float32 normal_() gives other bits on processors without AVX2, and
     # theta_0 must not depend on a volunteer's hardware.
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
-            drawn = torch.empty_like(parameter, device="cpu", dtype=torch.float64)
-            module._parameters[key] = nn.Parameter(drawn, requires_grad=parameter.requires_grad)
+            dtype = torch.float64 if draw else torch.float32
+            values = torch.empty_like(parameter, device="cpu", dtype=dtype)
+            module._parameters[key] = drawn = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            drawn._is_hf_initialized = not draw  # type: ignore[attr-defined]  # transformers leaves those alone
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
