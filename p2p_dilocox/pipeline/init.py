@@ -6,6 +6,7 @@ of a layer depend on all layers drawn before it.
 """
 
 import hashlib
+import math
 import threading
 
 import torch
@@ -40,6 +41,9 @@ def fill_(
     with _GENERATOR, torch.no_grad(), torch.random.fork_rng(devices=[]):
         _fill(module, name, model, seed, device, draw)
         _settle(module, device)
+    for path, values in module.named_buffers(prefix=name):
+        if values.isnan().any():
+            raise ModelError(f"{model.config.model_type}: {path} is a tensor without a rule for its values")
     for path, part in module.named_modules(prefix=name):
         for key, value in part.__dict__.items():
             if isinstance(value, torch.Tensor) and value.is_meta:
@@ -63,11 +67,15 @@ def _fill(
         if parameter is not None and parameter.is_meta:
             dtype = torch.float64 if draw else torch.float32
             values = torch.empty_like(parameter, device="cpu", dtype=dtype)
+            if draw:
+                values.fill_(math.nan)  # shows what has no rule
             module._parameters[key] = drawn = nn.Parameter(values, requires_grad=parameter.requires_grad)
             drawn._is_hf_initialized = not draw  # type: ignore[attr-defined]  # transformers leaves those alone
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[key] = torch.empty_like(buffer, device="cpu")
+            module._buffers[key] = values = torch.empty_like(buffer, device="cpu")
+            if values.is_floating_point():
+                values.fill_(math.nan)
     torch.default_generator.manual_seed(stream_of(f"{seed}:{name}"))
     owner._init_weights(module)
 
@@ -76,6 +84,10 @@ def _settle(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         for key, parameter in part._parameters.items():
             if parameter is not None and not parameter.is_meta:
+                if parameter.dtype == torch.float64 and parameter.isnan().any():
+                    raise ModelError(
+                        f"{key} of {type(part).__name__} is a tensor without a rule for its values"
+                    )
                 settled = parameter.data.to(device, torch.float32)
                 part._parameters[key] = nn.Parameter(settled, requires_grad=parameter.requires_grad)
         for key, buffer in part._buffers.items():

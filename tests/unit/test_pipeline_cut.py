@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from p2p_dilocox.errors import ModelError, SpecError
 from p2p_dilocox.pipeline import Span, build_span, config_from_spec, cut_layers
 from p2p_dilocox.pipeline.cut import _balanced_borders
 from p2p_dilocox.pipeline.skeleton import documents_apart, read_skeleton
 from p2p_dilocox.settings import Model
+from tests.unit.families import FAMILIES
 from tests.unit.pipeline_rank import CPU, GPT2, LLAMA, MODELS, TOKENS, VOCAB, batch_of
 
 NARROW = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": VOCAB}
@@ -88,6 +90,21 @@ def test_theta_0_has_the_scales_that_hugging_face_prescribes() -> None:
     assert torch.equal(theta["transformer.ln_f.weight"], torch.ones(64))
 
 
+@pytest.mark.parametrize("forgotten", [torch.nn.Linear, LlamaRotaryEmbedding])
+def test_a_tensor_that_a_class_forgets_to_initialise_is_named(
+    forgotten: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = PreTrainedModel._init_weights
+
+    def forgetful(self: PreTrainedModel, module: torch.nn.Module) -> None:
+        if not isinstance(module, forgotten):
+            init(self, module)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", forgetful)
+    with pytest.raises(ModelError, match="is a tensor without a rule for its values"):
+        spans_of(config_of(LLAMA), 1)
+
+
 def test_theta_0_has_the_same_bits_without_vector_instructions() -> None:
     script = (
         "from tests.unit.test_pipeline_cut import digest_of_theta_0\n"
@@ -106,8 +123,11 @@ def test_theta_0_has_the_same_bits_without_vector_instructions() -> None:
 
 
 def digest_of_theta_0() -> str:
-    theta = state_of(spans_of(config_of(LLAMA), 1))
-    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in theta.values())).hexdigest()
+    digest = hashlib.sha256()
+    for family in ("gemma3", "gpt2", "gpt_neox", "llama", "qwen3_moe"):
+        for value in state_of(spans_of(config_of(FAMILIES[family]), 1)).values():
+            digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def test_seven_layers_on_three_stages_are_balanced_by_parameters_and_compute() -> None:
