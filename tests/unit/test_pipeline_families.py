@@ -66,8 +66,8 @@ def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
     config = config_of(FAMILIES[family])
     tokens = sequences(7)
     tokens[0, 4] = tokens[0, 9] = tokens[1, 11] = tokens[2, 0] = END
-    chains = [Chain(config, stages, documents=True) for stages in (1, 3)]
-    whole, pieces = whole_model(config, chains[0].theta()), []
+    chain = Chain(config, 3, documents=True)
+    whole, pieces = whole_model(config, chain.theta()), []
     for row in tokens:
         ends = [-1, *(row == END).nonzero().flatten().tolist(), len(row) - 1]
         pieces += [row[None, a + 1 : b + 1] for a, b in zip(ends, ends[1:], strict=False) if b - a > 1]
@@ -76,11 +76,10 @@ def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
     ]
     loss = torch.stack(losses).sum() / sum(piece.shape[1] - 1 for piece in pieces)
     loss.backward()
-    for chain in chains:
-        assert chain.forward_backward(tokens) == pytest.approx(loss.item(), rel=1e-5)
-        for name, parameter in whole.named_parameters():
-            assert parameter.grad is not None
-            torch.testing.assert_close(chain.theta()[name].grad, parameter.grad, rtol=0, atol=1e-5, msg=name)
+    assert chain.forward_backward(tokens) == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(chain.theta()[name].grad, parameter.grad, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
