@@ -3,8 +3,8 @@
 Shards have numbers that never end: shard q is part q mod n of pass q div n over the data. Of k clusters that
 train, the i-th by id takes the first number that is i mod k and that nobody has trained on or holds; it says
 so in its heartbeat, with all it knows to be trained. Heartbeats are some seconds old, so what matters is that
-all know who trains. Nothing waits for them: at worst two train on one shard, or some are passed over because
-a liar says that it trained them. The heartbeat of a dead cluster expires, and what it held is somebody's then.
+all know who trains. Nothing waits for them: at worst two train on one shard, or some are passed over as a
+liar says that it trained them. The heartbeat of a dead cluster expires, and what it held is somebody's then.
 """
 
 import itertools
