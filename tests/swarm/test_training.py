@@ -163,7 +163,7 @@ def test_two_clusters_end_with_equal_parameters_in_every_overlap(
         assert simulated_training(text, peers[0].state, ids) == first.parameter_digests
 
 
-@pytest.mark.parametrize("recipe", ["overlap-sparta", "streaming", "cocktailsgd"])
+@pytest.mark.parametrize("recipe", ["overlap-sparta", "streaming", "cocktailsgd", "allreduce"])
 def test_two_clusters_end_with_equal_parameters_under_every_kind_of_schedule(
     swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], recipe: str
 ) -> None:
@@ -178,7 +178,7 @@ def test_two_clusters_end_with_equal_parameters_under_every_kind_of_schedule(
         assert [e.t for e in committed] == [1, 2, 3, 4]
         assert all(len(e.members) == 2 and e.included for e in committed)
         # The last round averages everything.
-        assert max(e.sent_bytes for e in committed[:-1]) < committed[-1].sent_bytes
+        assert recipe == "allreduce" or max(e.sent_bytes for e in committed[:-1]) < committed[-1].sent_bytes
     assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in peers)) == []
 
 
