@@ -250,6 +250,23 @@ def test_a_step_takes_what_its_order_of_microbatches_takes(
         assert step_bytes(of_one, 500, 4, flying) == replay(order, of_one, 500)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "microbatches", "counted"),
+    [
+        ("interleaved-1f1b", 2, 8, [11, 9, 7, 5]),
+        ("interleaved-1f1b", 4, 8, [19, 17, 15, 13]),
+        ("interleaved-zero-bubble", 2, 8, [8, 8, 8, 8]),
+        ("interleaved-zero-bubble", 4, 16, [16, 16, 16, 16]),
+        ("zbv", 2, 16, [8, 8, 8, 8]),
+    ],
+)
+def test_several_chunks_keep_as_much_as_torch_s_orders(
+    schedule: str, chunks: int, microbatches: int, counted: list[int]
+) -> None:
+    """counted: forwards without their backward, for weights too, along the operations of torch 2.13."""
+    assert [in_flight(schedule, microbatches, rank, 4, chunks) for rank in range(4)] == counted
+
+
 def test_a_way_to_fit_fits_when_it_is_planned_as_it_says() -> None:
     spec, clusters = spec_of(tied=False), 2
     spec = replace(spec, inner=replace(spec.inner, microbatches=2))
