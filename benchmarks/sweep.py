@@ -41,7 +41,7 @@ from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
 from p2p_dilocox.recipe import OVERLAP_DEFAULTS, default_gamma, recipes
-from p2p_dilocox.settings import Compression, Data, Eval, Inner, Local, Model, Run, RunSpec, Schedule
+from p2p_dilocox.settings import Adapt, Compression, Data, Eval, Inner, Local, Model, Run, RunSpec, Schedule
 
 CLUSTERS = 4
 START = 400  # inner steps before the clusters start
@@ -135,6 +135,7 @@ def spec_of(model: str, setting: Setting) -> RunSpec:
         inner=Inner(H=setting.H, batch_size=4, lr=3e-3, warmup_steps=32),
         outer=outer,
         local=Local(),
+        adapt=Adapt(),
         schedule=Schedule(),
         overlap=overlap,
         compression=setting.compression,

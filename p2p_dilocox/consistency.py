@@ -6,7 +6,7 @@ from pathlib import Path
 
 from p2p_dilocox.errors import DataError, ModelError
 from p2p_dilocox.model_config import count_of, load_model_config
-from p2p_dilocox.settings import RunSpec, total_inner_steps
+from p2p_dilocox.settings import RunSpec, most_inner_steps, total_inner_steps
 from p2p_dilocox.tokenizer import EMBEDDED_TOKENIZER, end_of_text_id, vocabulary_size
 
 __all__ = ["RULES", "Finding", "warnings_for"]
@@ -45,14 +45,6 @@ def _keep(spec: RunSpec) -> Iterator[Finding]:
         yield "overlap.keep", f'must be 0 with overlap.mode = "{mode}", which goes on from the anchor'
 
 
-def _delay(spec: RunSpec) -> Iterator[Finding]:
-    if spec.overlap.mode == "delay" and spec.overlap.delay > spec.inner.H:
-        yield (
-            "overlap.delay",
-            f"must be at most inner.H = {spec.inner.H}: one round is on the wire at a time",
-        )
-
-
 def _drawn(spec: RunSpec) -> Iterator[Finding]:
     """A fraction of the values, another one each time: no direction lasts, and no momentum of a value."""
     if spec.schedule.fraction == 1:
@@ -74,6 +66,28 @@ def _eager(spec: RunSpec) -> Iterator[Finding]:
         yield "overlap.mode", 'cannot be "eager" where a round averages a part of the model'
     if spec.compression.feedback == "parameters":
         yield "compression.feedback", 'cannot be "parameters" with overlap.mode = "eager"'
+
+
+def _adapt(spec: RunSpec) -> Iterator[Finding]:
+    """Rank and H are adapted where all of the model is averaged in every round."""
+    adapt = spec.adapt
+    if adapt.rule != "none":
+        if spec.schedule.fragments > 1 or spec.schedule.fraction < 1:
+            yield "adapt.rule", 'must be "none" where a round averages a part of the model'
+        if spec.local.every > 0:
+            yield "local.every", "must be 0 with an adapt.rule: outer steps have no fixed length"
+        if adapt.H_max and adapt.H_max < max(adapt.H_min, 1):
+            yield "adapt.H_max", f"must be at least H_min = {adapt.H_min}"
+    longest = most_inner_steps(spec)
+    if spec.data.order == "shards" and longest > spec.inner.H:
+        yield "data.order", f"cannot be shards where an outer step may have {longest} inner steps, above H"
+    if spec.outer.average == "gradient" and (adapt.rule != "none" or adapt.startup_steps > 0):
+        yield "outer.average", 'cannot be "gradient" with an adapt.rule or a start-up phase'
+    if spec.overlap.mode == "delay":
+        least = adapt.H_min or -(-spec.inner.H // 4) if adapt.rule != "none" else spec.inner.H
+        least = min(least, adapt.startup_H) if adapt.startup_steps else least
+        if spec.overlap.delay > least:
+            yield "overlap.delay", f"must be at most {least}, the least H that an outer step may have"
 
 
 def _gradient(spec: RunSpec) -> Iterator[Finding]:
@@ -195,10 +209,27 @@ def _has_config(path: str) -> bool:
 RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...] = (
     (("inner.microbatches", "inner.batch_size"), _microbatches),
     (("run.min_clusters", "run.quorum"), _quorum),
-    (("run.outer_steps", "inner.H", "inner.warmup_steps"), _warmup),
+    (("run.outer_steps", "inner.H", "adapt.startup_steps", "adapt.startup_H", "inner.warmup_steps"), _warmup),
     (("overlap.mode", "overlap.keep"), _keep),
-    (("overlap.mode", "overlap.delay", "inner.H"), _delay),
     (("compression.top", "compression.lowrank"), _top),
+    (
+        (
+            "adapt.rule",
+            "data.order",
+            "adapt.H_min",
+            "adapt.H_max",
+            "adapt.startup_steps",
+            "adapt.startup_H",
+            "inner.H",
+            "schedule.fragments",
+            "schedule.fraction",
+            "local.every",
+            "outer.average",
+            "overlap.mode",
+            "overlap.delay",
+        ),
+        _adapt,
+    ),
     (
         ("overlap.mode", "schedule.fragments", "schedule.fraction", "compression.feedback"),
         _eager,

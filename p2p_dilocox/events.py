@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 __all__ = [
+    "Adapted",
     "Checkpointed",
     "Evaluated",
     "Event",
@@ -149,6 +150,15 @@ class Checkpointed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Adapted(Event):
+    """Rank or H change after outer step t; `message` says from what to what, and why."""
+
+    kind: ClassVar[str] = "adapted"
+    t: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Warned(Event):
     kind: ClassVar[str] = "warned"
     message: str
@@ -168,7 +178,7 @@ _EVENTS: dict[str, type[Event]] = {
     e.kind: e
     for e in (
         Phase, InnerStep, ShardTrained, StepSkipped, RoundStarted, RoundCommitted, RoundDropped, Evaluated,
-        Checkpointed, Warned, Finished,
+        Checkpointed, Adapted, Warned, Finished,
     )
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ class GradientSum:
     def __init__(self, parameters: Mapping[str, nn.Parameter], outer: OuterState) -> None:
         self._parameters, self._outer = parameters, outer
 
-    def step(self, number: int) -> float:
+    def step(self, number: float) -> float:
         """Returns the learning rate that the outer step of inner step `number` takes."""
         spec = self._outer.spec
         grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}

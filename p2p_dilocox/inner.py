@@ -19,7 +19,7 @@ from p2p_dilocox.runspec import Inner
 __all__ = ["InnerOptimizer", "check_bits", "learning_rate"]
 
 
-def learning_rate(inner: Inner, step: int, total_steps: int) -> float:
+def learning_rate(inner: Inner, step: float, total_steps: int) -> float:
     """Rate of inner step `step` (0-based) of `total_steps`: linear
     warm-up, then constant, or cosine to the final rate."""
     if step < inner.warmup_steps:
@@ -56,7 +56,7 @@ class InnerOptimizer:
             check_bits(bits)
             self._adamw = importlib.import_module("bitsandbytes.optim").AdamW8bit(groups, **options)
 
-    def step(self, number: int) -> float:
+    def step(self, number: float) -> float:
         """Inner step `number` of the whole run, 0-based. Returns the learning rate it took."""
         lr = learning_rate(self._inner, number, self._total_steps)
         for group in self._adamw.param_groups:

@@ -213,7 +213,7 @@ class OuterState:
                 if own is not None:
                     own.add_one_(name, u, 1.0)
         for name, (_, q) in average.factors.items():
-            self.basis[name].copy_(q)
+            self.basis[name].zero_()[:, : q.shape[1]] = q.to(self.basis[name].device)
         self.lineage = next_lineage(self.lineage, t, members, digest)
         self.t, self.members = t, members
 

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from p2p_dilocox.settings import Compression, Local, Outer, Overlap, Schedule
+from p2p_dilocox.settings import Adapt, Compression, Local, Outer, Overlap, Schedule
 
 __all__ = ["OVERLAP_DEFAULTS", "Recipe", "default_gamma", "recipes"]
 
@@ -31,6 +31,7 @@ class Recipe:
     schedule: Schedule
     overlap: Overlap
     compression: Compression
+    adapt: Adapt
 
 
 OVERLAP_DEFAULTS: dict[str, tuple[Overlap, Outer]] = {
@@ -83,4 +84,5 @@ def _recipe(tables: dict[str, Any]) -> Recipe:
         schedule=Schedule(**tables.get("schedule", {})),
         overlap=Overlap(**tables.get("overlap", {})),
         compression=Compression(**compression),
+        adapt=Adapt(**tables.get("adapt", {})),
     )

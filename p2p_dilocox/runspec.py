@@ -15,6 +15,7 @@ from p2p_dilocox.consistency import RULES, warnings_for
 from p2p_dilocox.errors import SpecError
 from p2p_dilocox.recipe import OVERLAP_DEFAULTS, Recipe, default_gamma, recipes
 from p2p_dilocox.settings import (
+    Adapt,
     Checkpoint,
     Compression,
     Data,
@@ -37,8 +38,8 @@ from p2p_dilocox.suggest import did_you_mean
 from p2p_dilocox.toml_lines import key_lines
 
 __all__ = [
-    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Local", "Model", "Outer", "Overlap",
-    "Run", "RunSpec", "Schedule", "load_run_file", "meaning", "parse_run", "parse_run_as",
+    "Adapt", "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Local", "Model", "Outer",
+    "Overlap", "Run", "RunSpec", "Schedule", "load_run_file", "meaning", "parse_run", "parse_run_as",
     "read_run_text", "shipped_runs", "tokens_per_outer_step", "total_inner_steps", "warnings_for",
 ]  # fmt: skip
 
@@ -245,6 +246,7 @@ class _Reader:
             "schedule": asdict(recipe.schedule),
             "overlap": asdict(overlap),
             "compression": compression,
+            "adapt": asdict(recipe.adapt),
         }
 
     def _given(self, table: str, key: str, default: Any) -> Any:

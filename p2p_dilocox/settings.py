@@ -12,8 +12,9 @@ from typing import Annotated, Any
 from p2p_dilocox.placement import SCHEDULES
 
 __all__ = [
-    "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Local", "Model", "Outer", "Overlap",
-    "Rule", "Run", "RunSpec", "Schedule", "is_finite", "tokens_per_outer_step", "total_inner_steps",
+    "Adapt", "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Local", "Model", "Outer",
+    "Overlap", "Rule", "Run", "RunSpec", "Schedule", "first_inner_steps",
+    "inner_steps_before", "is_finite", "most_inner_steps", "tokens_per_outer_step", "total_inner_steps",
 ]  # fmt: skip
 
 
@@ -252,6 +253,22 @@ class Compression:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Adapt:
+    """[adapt]: rank and H while the run goes on, Algorithm 3 of DiLoCoX. Defaults come from the recipe."""
+
+    rule: Annotated[
+        str, one_of("none", "band", "literal"), "how the rank follows its use; none: rank and H are pinned"
+    ] = "none"
+    window: Annotated[int, at_least(1), "outer steps that a rank is judged by (c)"] = 5
+    energy: Annotated[float, fraction, "part of an average's energy that its effective rank has"] = 0.95
+    overlap: Annotated[float, fraction, "part of an outer step that a round may take (f)"] = 0.5
+    H_min: Annotated[int, at_least(0), "least inner steps per outer step; 0: a quarter of inner.H"] = 0
+    H_max: Annotated[int, at_least(0), "most inner steps per outer step; 0: four times inner.H"] = 0
+    startup_steps: Annotated[int, at_least(0), "outer steps of the start-up phase, with any rule"] = 0
+    startup_H: Annotated[int, at_least(1), "inner steps per outer step of the start-up phase"] = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Deadlines:
     """[deadlines]. All other time limits of a round are derived from this one."""
 
@@ -289,6 +306,7 @@ class RunSpec:
     schedule: Schedule
     overlap: Overlap
     compression: Compression
+    adapt: Adapt
     deadlines: Deadlines = Deadlines()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
@@ -296,12 +314,31 @@ class RunSpec:
 
 def tokens_per_outer_step(spec: RunSpec) -> int:
     """Tokens that a cluster trains on in one outer step: the largest weight its contribution may have."""
-    return spec.inner.H * spec.inner.batch_size * spec.data.seq_len
+    return most_inner_steps(spec) * spec.inner.batch_size * spec.data.seq_len
+
+
+def first_inner_steps(spec: RunSpec, t: int) -> int:
+    """H of outer step t, before anything has adapted it."""
+    return spec.adapt.startup_H if t <= spec.adapt.startup_steps else spec.inner.H
+
+
+def most_inner_steps(spec: RunSpec) -> int:
+    """The largest H that an outer step may have."""
+    adapt, H = spec.adapt, spec.inner.H
+    adapted = adapt.H_max or 4 * H if adapt.rule != "none" else H
+    return max(adapted, adapt.startup_H) if adapt.startup_steps else adapted
+
+
+def inner_steps_before(spec: RunSpec, t: int) -> int:
+    """Inner steps of all outer steps before t. An adapted H does not count here: learning rates follow the
+    outer step, so that a cluster needs to know nothing of the past."""
+    startup = min(t - 1, spec.adapt.startup_steps)
+    return startup * spec.adapt.startup_H + (t - 1 - startup) * spec.inner.H
 
 
 def total_inner_steps(spec: RunSpec) -> int:
     """Inner steps of the whole run, the length of the learning rate schedule."""
-    return spec.run.outer_steps * spec.inner.H
+    return inner_steps_before(spec, spec.run.outer_steps + 1)
 
 
 def is_finite(value: float) -> bool:

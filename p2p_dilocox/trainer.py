@@ -7,27 +7,16 @@ committed averages only. Threads, retries, votes and deadlines live behind `Roun
 
 import contextlib
 import math
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from p2p_dilocox.anchor_mean import AnchorMean
-from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
-from p2p_dilocox.averaging.round import Round, Rounds
-from p2p_dilocox.data import Batches
-from p2p_dilocox.data_share import DataShare
-from p2p_dilocox.error_alarm import ErrorAlarm
 from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
 from p2p_dilocox.events import (
+    Adapted,
     Evaluated,
-    Event,
     InnerStep,
     RoundCommitted,
     RoundDropped,
@@ -37,57 +26,21 @@ from p2p_dilocox.events import (
     Warned,
 )
 from p2p_dilocox.fault_points import reach
-from p2p_dilocox.gradient_sum import GradientSum
-from p2p_dilocox.history import History
-from p2p_dilocox.inner import InnerOptimizer, learning_rate
-from p2p_dilocox.local_outer import LocalOuter
+from p2p_dilocox.inner import learning_rate
 from p2p_dilocox.offload import shown_in
-from p2p_dilocox.outer import OuterState, fingerprint
+from p2p_dilocox.outer import fingerprint
 from p2p_dilocox.outer_step import covered
 from p2p_dilocox.overlap import Overlap
-from p2p_dilocox.pipeline import Pipeline, StepResult
+from p2p_dilocox.pipeline import StepResult
 from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step, total_inner_steps
+from p2p_dilocox.settings import first_inner_steps, inner_steps_before
+from p2p_dilocox.training_rank import Checkpoints, Rank
 from p2p_dilocox.wish import Stop, Wish
 
 __all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "take_outer_steps", "train"]
 
 
 _LOST = 3  # dropped rounds in a row after which a cluster with a quorum waits for others
-
-
-class Checkpoints(Protocol):
-    def save(self, rank: "Rank") -> None: ...
-    def set_aside(self) -> Path: ...
-
-
-@dataclass
-class Rank:
-    """All that a rank trains with, and where it is."""
-
-    index: int
-    cluster_id: str
-    pipeline: Pipeline
-    inner: InnerOptimizer | GradientSum
-    outer: OuterState
-    rounds: Rounds
-    batches: Batches
-    progress: Progress
-    history: History
-    checkpoints: Checkpoints
-    wish: Wish
-    report: Callable[[Event], None]
-    lock: threading.Lock  # held while the anchor moves, so that a joiner gets one state and not half of two
-    t: int = 1  # the outer step in progress
-    h: int = 0  # its inner steps already done
-    pending: Round | None = None  # on the wire; a joiner follows the one that started before it came
-    unsent_tokens: int = 0
-    wanted: int = Wish.STAY  # what the ranks agreed on at the last inner step
-    skipped: int = 0  # inner steps whose loss or gradient was not finite
-    dropped: int = 0  # rounds, in a row
-    alarm: ErrorAlarm = field(default_factory=ErrorAlarm)
-    share: DataShare | None = None  # None: random windows
-    local: LocalOuter | None = None  # outer steps of this cluster alone
-    anchors: AnchorMean | None = None  # the last ones, whose mean is validated
 
 
 def train(spec: RunSpec, rank: Rank) -> bool:
@@ -97,12 +50,13 @@ def train(spec: RunSpec, rank: Rank) -> bool:
     Raises ClusterError if this cluster cannot go on from its state; it may come back and download another.
     """
     overlap, last, rank.wanted = Overlap(spec.overlap.mode), spec.run.outer_steps, Wish.STAY
+    rank.H = inner_steps_of(spec, rank)
     try:
         while rank.t <= last:  # for outer step t = 1 .. T
             if spec.run.quorum > 1 and rank.dropped >= _LOST:  # what it moves alone grows, and helps nobody
                 rank.dropped = 0
                 raise Stop(Wish.PAUSE_NOW)
-            while rank.h < spec.inner.H and rank.t <= last:  #   for inner step h = 1 .. H
+            while rank.h < rank.H and rank.t <= last:  #   for inner step h = 1 .. H
                 arrived = inner_step(spec, rank)  #     theta_i <- AdamW(theta_i, grad L(x)), x ~ D_i
                 if rank.pending and overlap.lands(arrived, rank.h, spec.overlap.delay):
                     land(spec, rank)
@@ -119,6 +73,7 @@ def train(spec: RunSpec, rank: Rank) -> bool:
                 land(spec, rank)
             elif overlap.peeks:
                 peek(spec, rank)
+            rank.H = inner_steps_of(spec, rank)
             if rank.wanted and rank.t <= last:
                 raise Stop(rank.wanted)
     except Stop as stop:
@@ -131,6 +86,11 @@ def train(spec: RunSpec, rank: Rank) -> bool:
     if rank.pending:  # the last average is applied, not lost
         land(spec, rank)
     return True
+
+
+def inner_steps_of(spec: RunSpec, rank: Rank) -> int:
+    """H of the outer step that begins."""
+    return rank.adapting.H(rank.t) if rank.adapting else first_inner_steps(spec, rank.t)
 
 
 def inner_step(spec: RunSpec, rank: Rank) -> bool:
@@ -148,12 +108,14 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
     step = rank.pipeline.clip_([float(flag) for flag in (arrived, astray, duplicate, *wishes)])
     rank.h = rank.progress.h = h + 1
     if math.isfinite(step.loss) and math.isfinite(step.grad_norm):
-        number = (t - 1) * spec.inner.H + h
+        number = inner_steps_before(spec, t) + h * first_inner_steps(spec, t) / rank.H
         lr = rank.inner.step(number)
-        if rank.local and rank.local.step_(rank.pipeline.parameters, number + 1):
+        if rank.local and rank.local.step_(rank.pipeline.parameters, round(number) + 1):
             rank.pipeline.sync_tied_()
         num_tokens = int((tokens[:, 1:] >= 0).sum())  # the rest is padding
         seconds = time.monotonic() - started
+        if rank.adapting:
+            rank.adapting.trained(seconds)
         rank.unsent_tokens += num_tokens
         progress = rank.progress
         progress.loss, progress.tokens_per_s = step.loss, num_tokens / seconds
@@ -163,7 +125,7 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
                 rank=rank.index,
                 t=t,
                 h=rank.h,
-                H=spec.inner.H,
+                H=rank.H,
                 loss=step.loss,
                 lr=lr,
                 grad_norm=step.grad_norm,
@@ -199,7 +161,7 @@ def skip(spec: RunSpec, rank: Rank, step: StepResult) -> None:
             rank=rank.index,
             t=rank.t,
             h=rank.h,
-            H=spec.inner.H,
+            H=rank.H,
             skipped=rank.skipped,
             message=f"outer step {rank.t}, inner step {rank.h}: loss {step.loss:g}, gradient norm "
             f"{step.grad_norm:g}. The step is skipped and training goes on from the last anchor; if this "
@@ -212,8 +174,10 @@ def contribute(spec: RunSpec, rank: Rank) -> Offer:
     """Put all that was moved and not delivered into `outer.residual`; what the roll call is told of it."""
     outer, theta_i = rank.outer, rank.pipeline.parameters
     delta = outer.contribute(theta_i)
-    sums = [delta.all, delta.fresh, delta.error or 0.0, *outer.sketch()]
-    norm_sq, fresh_sq, error_sq, *sketch = rank.pipeline.sum(sums)
+    wishes = rank.adapting.wishes() if rank.adapting else []
+    sums = [delta.all, delta.fresh, delta.error or 0.0, *wishes, *outer.sketch()]
+    norm_sq, fresh_sq, error_sq, *rest = rank.pipeline.sum(sums)
+    wishes, sketch = rest[: len(wishes)], rest[len(wishes) :]
     if not math.isfinite(norm_sq):  # the last inner step left it so, and no loss has shown it yet
         outer.forget_undelivered()
         outer.reset_(theta_i)
@@ -230,7 +194,9 @@ def contribute(spec: RunSpec, rank: Rank) -> Offer:
     norm = math.sqrt(norm_sq)
     rank.report(RoundStarted(rank=rank.index, t=rank.t, weight=weight, norm=norm, error_ratio=ratio))
     reach("contributed", rank.t)
-    return Offer(weight, norm, fingerprint(sketch, rank.pipeline.num_parameters))
+    H = rank.adapting.wish_for_h(wishes) if rank.adapting else 0
+    fingerprint_ = fingerprint(sketch, rank.pipeline.num_parameters)
+    return Offer(weight, norm, fingerprint_, tuple(map(round, wishes)), H)
 
 
 def land(spec: RunSpec, rank: Rank) -> None:
@@ -256,6 +222,10 @@ def land(spec: RunSpec, rank: Rank) -> None:
         if rank.anchors:
             rank.anchors.take(outer.t, outer.anchor)
         rank.pipeline.sync_tied_()
+    for step in outcome.steps if rank.adapting else ():
+        assert rank.adapting is not None
+        if change := rank.adapting.learn(step, outcome.seconds):
+            rank.report(Adapted(rank=rank.index, t=step.t, message=change))
     rank.progress.move_to(max(outer.t, outcome.t), outer)
     rank.t = max(rank.t, outer.t + 1)  # a cluster that was left behind goes on where the others are
     rank.history.write(outcome, outer.lineage)
@@ -279,8 +249,8 @@ def land(spec: RunSpec, rank: Rank) -> None:
             waited_s=waited_s,
             sent_bytes=outcome.sent_bytes,
             received_bytes=outcome.received_bytes,
-            lowrank=spec.compression.lowrank,
-            H=spec.inner.H,
+            lowrank=max(last.lowrank, default=0) or spec.compression.lowrank,
+            H=rank.H,
             parameter_digests=parameter_digests(rank) if last.t % spec.eval.every == 0 else {},
         )  # fmt: skip
     )
@@ -316,7 +286,7 @@ def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
         for step in outcome.steps:
             own = step.own if offered(step, rank.cluster_id) else None
             if spec.outer.average == "gradient":
-                lr = learning_rate(spec.inner, (step.t - 1) * spec.inner.H, total_inner_steps(spec))
+                lr = learning_rate(spec.inner, inner_steps_before(spec, step.t), total_inner_steps(spec))
                 scale = clipping(spec, rank, step)
                 outer.step(step.average, step.t, step.members, step.digest, lr=lr, scale=scale)
             else:

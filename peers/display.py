@@ -9,7 +9,7 @@ import click
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from p2p_dilocox.events import Evaluated, Event, Phase, RoundDropped, StepSkipped, Warned
+from p2p_dilocox.events import Adapted, Evaluated, Event, Phase, RoundDropped, StepSkipped, Warned
 
 from .progress import Progress, RoundTotals
 from .view import phase_line, round_line
@@ -84,6 +84,8 @@ class PlainDisplay:
                 self.say(f"outer {event.t} dropped  {progress.dropped[event.t]}")
             case StepSkipped() if event.rank == 0:
                 self.say(progress.log[-1][1])
+            case Adapted():
+                self.say(f"outer {event.t}  {event.message}")
             case Warned():
                 self.say(progress.log[-1][1])
 

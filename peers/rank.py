@@ -17,6 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from p2p_dilocox.adapting import build_adapting
 from p2p_dilocox.anchor_mean import build_anchor_mean
 from p2p_dilocox.averaging.coded import StageLayouts
 from p2p_dilocox.averaging.company import CALL_FAILED, Company, Progress
@@ -39,6 +40,7 @@ from p2p_dilocox.outer import OuterState
 from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
 from p2p_dilocox.placement import place
 from p2p_dilocox.runspec import RunSpec, parse_run, tokens_per_outer_step
+from p2p_dilocox.settings import first_inner_steps
 from p2p_dilocox.sinks import TensorBoardSink
 from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
@@ -230,6 +232,7 @@ def _build(
         checkpoints=CheckpointStore(state / "checkpoints", digest, spec.checkpoint.keep),
         local=build_local_outer(spec.local, pipeline.parameters),
         anchors=build_anchor_mean(spec),
+        adapting=build_adapting(spec, pipeline.stage_of, list(outer.basis)),
         wish=wish, report=report, lock=lock, share=open_data_share(spec, state, key.cluster_id, progress),
     )  # fmt: skip
     saved = newest(state / "checkpoints", digest)
@@ -279,7 +282,7 @@ def _enter_run(
     standing = plan.standing
     if standing is not None and standing.t >= rank.t - 1 + (rank.h > 0):
         # Start where the others are, in the same outer step and about as far in it.
-        rank.t, rank.h = standing.t + 1, min(standing.h, spec.inner.H - 1)
+        rank.t, rank.h = standing.t + 1, min(standing.h, first_inner_steps(spec, standing.t + 1) - 1)
         if standing.in_flight > standing.t:
             rank.pending, rank.t = rank.rounds.follow(standing.in_flight), standing.in_flight + 1
     rank.progress.h = rank.h

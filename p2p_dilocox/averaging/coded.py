@@ -8,7 +8,8 @@ low-rank factors first, then the second factor (PowerSGD).
 Pure arithmetic for the codec thread; nothing here waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from p2p_dilocox.compression.layout import Phase
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.selection import selected
 
-__all__ = ["CodedStage", "StageLayouts", "chunk_ranges", "merged"]
+__all__ = ["CodedStage", "StageLayouts", "chunk_ranges", "coded_stages", "merged"]
 
 
 class StageLayouts:
@@ -40,8 +41,12 @@ class StageLayouts:
         self._sizes = {name: outer.anchor[name].numel() for name in names}
         self._whole = Layout(self._shapes, outer.spec.compression, dense_names=dense_names)
 
-    def at(self, t: int) -> Layout:
-        """Of outer step t."""
+    def at(self, t: int, lowrank: int = 0) -> Layout:
+        """Of outer step t. lowrank: fewer directions than the run spec has, 0 for as many."""
+        if 0 < lowrank < self._whole.lowrank:
+            compression = replace(self._spec.compression, lowrank=lowrank)
+            dense = frozenset(self._whole.dense_names)  # what was dense stays so
+            return Layout(self._shapes, compression, dense_names=dense)
         chosen = selected(self._spec, t, self._sizes, self._num_layers)
         places = {name: values for name, values in chosen.items() if values is not None}
         if len(chosen) == len(self._sizes) and not places:
@@ -75,7 +80,8 @@ class CodedStage:
         outer, factors = self._outer, {}
         for name in self.layout.lowrank_names:
             matrix = as_matrix(outer.residual[name])
-            factors[name] = project(matrix, next_basis(outer.basis[name].to(matrix.device)).to(matrix.dtype))
+            basis = next_basis(outer.basis[name].to(matrix.device))[:, : self.layout.lowrank]
+            factors[name] = project(matrix, basis.to(matrix.dtype))
         dense = {name: outer.undelivered[name] for name in self.layout.dense_names}
         return self.layout.pack_p(factors, dense).cpu()
 
@@ -100,6 +106,13 @@ class CodedStage:
         _, dense = self.layout.unpack_p(vector_p)
         factors = {n: (self._p_hat[n], q) for n, q in self.layout.unpack_q(vector_q).items()}
         return Average(factors, dense, self.layout.places)
+
+
+def coded_stages(
+    outer: OuterState, layouts: Mapping[int, StageLayouts], t: int, lowrank: Sequence[int]
+) -> dict[int, CodedStage]:
+    """lowrank: of every stage of the model, () or 0 for the run spec's."""
+    return {s: CodedStage(outer, of_s.at(t, *lowrank[s : s + 1])) for s, of_s in layouts.items()}
 
 
 def merged(averages: list[Average]) -> Average:

@@ -118,7 +118,7 @@ class Lead:
         ready = Ready(
             spec=self.spec_digest, cluster_id=self.me, name=self.company.name, t=t, attempt=attempt,
             lineage=self.progress.lineage, weight=offer.weight, norm=offer.norm,
-            fingerprint=list(offer.fingerprint),
+            fingerprint=list(offer.fingerprint), lowrank=list(offer.lowrank), H=offer.H,
             uplink_mbps=self.company.uplink_mbps(), without=self.grudges.without(t), ranks=self.company.ranks,
         )  # fmt: skip
         sealed = seal(self.company.key, self.run_id, ready)

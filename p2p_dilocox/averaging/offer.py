@@ -11,8 +11,12 @@ class Offer:
 
     weight: tokens trained since the last offer, 0 if there is nothing to average. norm: L2 norm of the whole
     pseudo-gradient, all stages together. fingerprint: of the anchor it starts from, () if not known.
+    lowrank: the rank that the cluster wants for each stage, 0 or () where it does not know; H likewise. See
+    adapting.py.
     """
 
     weight: float
     norm: float = 0.0
     fingerprint: tuple[float, ...] = ()
+    lowrank: tuple[int, ...] = ()
+    H: int = 0

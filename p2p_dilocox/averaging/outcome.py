@@ -13,6 +13,7 @@ class OuterStep:
     """A committed round, as this rank applies it. `own` is None if we were not in it.
 
     weights, norms: as the members announced them, in their order. weight_cap: the most a member may announce.
+    lowrank, H: of each stage, and of the outer steps that follow, as the members have agreed (`Roster`).
     """
 
     t: int
@@ -25,6 +26,8 @@ class OuterStep:
     own: Average | None
     norms: list[float] = field(default_factory=list)
     weight_cap: float = math.inf
+    lowrank: list[int] = field(default_factory=list)
+    H: int = 0
 
 
 @dataclass(frozen=True)

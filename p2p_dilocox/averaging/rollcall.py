@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.exclusion import left_out as settle_quarrels
 from p2p_dilocox.averaging.shares import shares
+from p2p_dilocox.controller import agreed
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.outer import same_anchor
 from p2p_dilocox.swarm.gate import Gate
@@ -57,6 +58,17 @@ class Roster:
     @property
     def norms(self) -> list[float]:
         return [m.norm for m in self.members]
+
+    @property
+    def lowrank(self) -> list[int]:
+        """The rank of each stage in this round, 0 where nobody has a wish: the run spec's."""
+        stages = max(len(m.lowrank) for m in self.members)
+        return [agreed([m.lowrank[s] for m in self.members if len(m.lowrank) > s]) for s in range(stages)]
+
+    @property
+    def H(self) -> int:  # noqa: N802 (its name everywhere)
+        """Inner steps of the outer steps that follow, 0 as above."""
+        return agreed([m.H for m in self.members])
 
     @property
     def clients(self) -> list[str]:

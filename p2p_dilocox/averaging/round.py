@@ -21,7 +21,7 @@ from torch import Tensor
 
 from p2p_dilocox.averaging.butterfly import Averaging
 from p2p_dilocox.averaging.catchup import decode_average, fetch_average, read_result
-from p2p_dilocox.averaging.coded import CodedStage, StageLayouts, merged
+from p2p_dilocox.averaging.coded import CodedStage, StageLayouts, coded_stages, merged
 from p2p_dilocox.averaging.company import CALL_FAILED, Progress
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.division import PHASES, Division
@@ -125,9 +125,7 @@ class Rounds:
         self._progress, self._timeouts, self._codec = progress, timeouts, codec
         self._weight_cap = weight_cap
         self.kept = KeptRounds()
-        self._voted: dict[
-            str, _Averaged
-        ] = {}  # key of the roll call -> our yes, whose outcome we may not know yet
+        self._voted: dict[str, _Averaged] = {}  # by key of the roll call: we said yes, others perhaps no
         self._open: list[ExchangeKey] = []
         self._pace: deque[float] = deque(maxlen=_PACE_OF)
 
@@ -158,10 +156,9 @@ class Rounds:
     async def _run(self, t: int, offer: Offer, deadline: Deadline) -> Outcome:
         started, traffic = time.monotonic(), self.service.traffic
         sent, received = traffic.sent, traffic.received
-        coded = {stage: CodedStage(self._outer, layouts.at(t)) for stage, layouts in self.layouts.items()}
-        vectors = {
-            s: asyncio.ensure_future(self._compute(c.vector_p)) for s, c in coded.items()
-        }  # while others arrive
+        coded = coded_stages(self._outer, self.layouts, t, offer.lowrank)
+        # While others arrive:
+        vectors = {s: asyncio.ensure_future(self._compute(c.vector_p)) for s, c in coded.items()}
         reason, attempt, steps = "no time for a roll call", 0, []
         self._voted.clear()
         while attempt < _ATTEMPTS and not deadline.passed:
@@ -175,6 +172,10 @@ class Rounds:
             roster = read_call(reply.call, self.service.node.run_id, self.service.gate, self._weight_cap)
             if roster.index_of(self._me) is None:
                 return await self._follow(t, deadline, received)
+            for stage, code in coded_stages(self._outer, self.layouts, t, roster.lowrank).items():
+                if code.layout.lowrank != coded[stage].layout.lowrank:  # the others want another rank
+                    coded[stage], _ = code, await vectors[stage]
+                    vectors[stage] = asyncio.ensure_future(self._compute(code.vector_p))
             done, averaged = await self._average(t, roster, coded, vectors, deadline)
             reach("averaged", t)
             decision = await self._decision(done, deadline)
@@ -359,7 +360,8 @@ class Rounds:
             voted = None
         averages, chunks = [], {}
         for stage, layouts in self.layouts.items() if voted is None else ():
-            division = Division(layouts.at(roster.t), roster, self._outer.spec.compression.gather_up_to)
+            layout = layouts.at(roster.t, *roster.lowrank[stage : stage + 1])
+            division = Division(layout, roster, self._outer.spec.compression.gather_up_to)
             peer = peer_of_stage(donor, stage) or self._lead_peer
             chunks[stage] = await fetch_average(self.service, peer, result, stage, division)
             averages.append(
@@ -380,7 +382,7 @@ class Rounds:
     ) -> OuterStep:
         return OuterStep(
             roster.t, roster.ids, roster.weights, roster.parent, digest, digests, average, own, roster.norms,
-            self._weight_cap,
+            self._weight_cap, roster.lowrank, roster.H,
         )  # fmt: skip
 
     def _notes(self) -> list[str]:

@@ -55,7 +55,7 @@ async def _average(t: int, members: Sequence[Member], codec: Executor, weight_ca
     owns: list[list[Average]] = [[] for _ in members]
     digests: dict[int, str] = {}
     for stage, layouts in members[0].layouts.items():
-        layout = layouts.at(t)
+        layout = layouts.at(t, *roster.lowrank[stage : stage + 1])
         coded = [CodedStage(outer, layout) for outer in outers]
         division = Division(layout, roster, outers[0].spec.compression.gather_up_to)
         p, q = ([division.averaging(phase, me, codec) for me in range(len(members))] for phase in PHASES)
@@ -77,7 +77,7 @@ async def _average(t: int, members: Sequence[Member], codec: Executor, weight_ca
     steps = [
         OuterStep(
             t, roster.ids, roster.weights, roster.parent, combined_digest(digests), digests, merged(a),
-            merged(o), roster.norms, weight_cap,
+            merged(o), roster.norms, weight_cap, roster.lowrank, roster.H,
         )
         for a, o in zip(averages, owns, strict=True)
     ]  # fmt: skip
@@ -117,6 +117,7 @@ def _roster(t: int, members: Sequence[Member]) -> Roster:
         Ready(
             spec="", cluster_id=m.cluster_id, name=m.cluster_id, t=t, attempt=0, lineage=m.outer.lineage,
             weight=m.offer.weight, norm=m.offer.norm, fingerprint=list(m.offer.fingerprint),
+            lowrank=list(m.offer.lowrank), H=m.offer.H,
             uplink_mbps=m.uplink_mbps, without=[], ranks=[_ANYWHERE],
         )
         for m in members

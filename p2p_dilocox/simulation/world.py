@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from p2p_dilocox.adapting import build_adapting
 from p2p_dilocox.anchor_mean import build_anchor_mean
 from p2p_dilocox.averaging.coded import StageLayouts
 from p2p_dilocox.averaging.company import Progress
@@ -112,6 +113,7 @@ class _Cluster:
             inner=build_inner(spec, pipeline, outer),
             local=build_local_outer(spec.local, pipeline.parameters),
             anchors=build_anchor_mean(spec),
+            adapting=build_adapting(spec, pipeline.stage_of, list(outer.basis)),
             rounds=cast(Any, SimpleNamespace(start=self._start)),
             batches=Batches(corpus, spec, self.place.cluster_id), progress=Progress(),
             history=self.world.history(self.place.cluster_id, list(self.layouts)),
@@ -183,7 +185,7 @@ class _Cluster:
             read_snapshot(data, rank.outer, names).load_into(rank.outer)
         rank.outer.reset_(rank.pipeline.parameters)
         rank.progress.move_to(rank.outer.t, rank.outer)
-        rank.t, rank.h = donor.rank.t, min(donor.rank.h, self.spec.inner.H - 1)
+        rank.t, rank.h = donor.rank.t, min(donor.rank.h, donor.rank.H - 1)
         if donor.rank.pending is not None:
             rank.pending = cast(Any, _Pending(self, self.world.rounds[donor.rank.pending.t]))
 

@@ -18,7 +18,7 @@ __all__ = [
     "open_sealed", "peer_of_stage", "seal", "unpack",
 ]  # fmt: skip
 
-PROTOCOL = 3  # raised when two versions could not average together
+PROTOCOL = 4  # raised when two versions could not average together
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -101,9 +101,9 @@ class Ready(Message, frozen=True, kw_only=True):
     """A cluster's answer to the roll call of outer step t: it has a contribution of `weight` trained tokens.
 
     `lineage`: the hash chain over the rounds it has committed. `spec`: digest of the run spec it trains by.
-    `norm`, `fingerprint`: see averaging/offer.py. `uplink_mbps`: Mbit/s it can send, 0 if it has not been
-    measured. `without`: clusters it will not average with in this outer step, because they broke a rule or
-    were too slow.
+    `norm`, `fingerprint`, `lowrank`, `H`: see averaging/offer.py. `uplink_mbps`: Mbit/s it can send, 0 if it
+    has not been measured. `without`: clusters it will not average with in this outer step, because they broke
+    a rule or were too slow.
     """
 
     protocol: Count = PROTOCOL
@@ -116,6 +116,8 @@ class Ready(Message, frozen=True, kw_only=True):
     weight: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
     norm: Measure = 0.0
     fingerprint: Annotated[list[float], msgspec.Meta(max_length=16)] = []
+    lowrank: Annotated[list[Count], msgspec.Meta(max_length=4096)] = []
+    H: Count = 0
     uplink_mbps: Measure = 0.0
     without: Annotated[list[ClusterId], msgspec.Meta(max_length=256)] = []
     ranks: Ranks

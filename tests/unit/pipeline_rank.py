@@ -19,6 +19,7 @@ from p2p_dilocox.errors import ClusterError
 from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
 from p2p_dilocox.placement import place
 from p2p_dilocox.runspec import (
+    Adapt,
     Compression,
     Data,
     Inner,
@@ -90,6 +91,7 @@ def spec_of(
         ),
         outer=Outer(lr=0.7, momentum=0.7),
         local=Local(),
+        adapt=Adapt(),
         schedule=Schedule(),
         overlap=Overlap(mode="none", keep=0.0),
         compression=Compression(

@@ -40,6 +40,8 @@ ARROWS = {
     "data": set[str](),
     "pipeline": set[str](),
     "inner": set[str](),
+    "controller": set[str](),
+    "adapting": {"averaging", "controller"},
     "anchor_mean": set[str](),
     "error_alarm": set[str](),
     "offload": set[str](),
@@ -47,10 +49,11 @@ ARROWS = {
     "local_outer": {"outer_step"},
     "gradient_sum": {"inner", "outer", "pipeline"},
     "outer": {"compression", "offload", "outer_step"},
-    "averaging": {"compression", "outer", "swarm"},
+    "averaging": {"compression", "controller", "outer", "swarm"},
     "history": {"averaging", "line_file"},
     "invariants": {"averaging"},
-    "trainer": {
+    "training_rank": {
+        "adapting",
         "anchor_mean",
         "averaging",
         "data",
@@ -65,7 +68,17 @@ ARROWS = {
         "outer_step",
         "pipeline",
     },
+    "trainer": {
+        "averaging",
+        "inner",
+        "offload",
+        "outer",
+        "outer_step",
+        "pipeline",
+        "training_rank",
+    },
     "simulation": {
+        "adapting",
         "anchor_mean",
         "averaging",
         "data",
@@ -85,7 +98,7 @@ ARROWS = {
 }
 APPS = {"peers", "bootstrap"}
 # Pure arithmetic: tensors and the standard library, no sockets, no files of ours, no Hugging Face.
-PURE = {"compression", "local_outer", "offload", "outer", "outer_step", "overlap", "selection"}
+PURE = {"compression", "controller", "local_outer", "offload", "outer", "outer_step", "overlap", "selection"}
 PURE_MAY_IMPORT = {"numpy", "torch"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "tools"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Factory", "Mixin")

@@ -1,0 +1,131 @@
+"""The controller in force: through the roll call, the rounds and the trainer, in simulated clusters."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from p2p_dilocox.adapting import Adapting
+from p2p_dilocox.averaging.outcome import OuterStep
+from p2p_dilocox.averaging.rollcall import Roster
+from p2p_dilocox.data import load_tokens
+from p2p_dilocox.data.tokens import Corpus
+from p2p_dilocox.events import Adapted, Event, InnerStep, RoundCommitted
+from p2p_dilocox.inner import learning_rate
+from p2p_dilocox.invariants import check_history, read_history
+from p2p_dilocox.outer import Average
+from p2p_dilocox.settings import RunSpec, total_inner_steps
+from p2p_dilocox.simulation import Absence, Place, Simulation
+from p2p_dilocox.swarm.messages import RankAddress, Ready
+from tests.unit.test_simulation import spec_of
+
+# Directions that hold half of the energy: few, so the rank is cut. H is pinned: H_min = H_max.
+CUT = '[compression]\nlowrank = 12\n[adapt]\nrule = "band"\nwindow = 2\nenergy = 0.5\nH_min = 3\nH_max = 3\n'
+
+
+Report = Callable[[Event], None]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return load_tokens(spec_of(), tmp_path_factory.mktemp("tokens"))
+
+
+def run(
+    spec: RunSpec, places: list[Place], corpus: Corpus, histories: Path
+) -> tuple[Simulation, list[list[Event]]]:
+    simulation = Simulation(spec, places, corpus, histories=histories)
+    heard: list[list[Event]] = []
+    for cluster in simulation.clusters:
+        heard.append([])
+        cluster.rank.report = _both(heard[-1].append, cluster.rank.report)
+    simulation.run()
+    return simulation, heard
+
+
+def _both(first: Report, second: Report) -> Report:
+    def report(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return report
+
+
+def test_all_clusters_cut_the_same_stages_at_the_same_time_and_end_equal(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """One is away for two outer steps, and decodes what it missed with the rank of the record."""
+    places = [Place(cluster_id=c) for c in "ab"] + [Place(cluster_id="c", absences=(Absence(7.5, 13.0),))]
+    simulation, heard = run(spec_of("dilocox", 10, CUT), places, corpus, tmp_path)
+    digests = simulation.parameter_digests()
+    assert digests[0] == digests[1] == digests[2]
+    changes = [[(e.t, e.message) for e in events if isinstance(e, Adapted)] for events in heard[:2]]
+    assert changes[0] == changes[1] and "lowrank 12 -> " in changes[0][0][1] and changes[0][0][0] == 2
+    rounds = [e for e in heard[0] if isinstance(e, RoundCommitted)]
+    ranks = [e.lowrank for e in rounds]
+    assert ranks[:2] == [12, 12] and ranks[-1] < 12 and ranks == sorted(ranks, reverse=True)
+    assert rounds[-1].sent_bytes < rounds[0].sent_bytes
+    assert check_history(read_history(tmp_path / f"{c}.jsonl" for c in "abc")) == []
+
+
+def test_the_start_up_phase_has_its_own_h_and_no_jump_in_the_learning_rate(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    spec = spec_of("diloco", 5, "[adapt]\nstartup_steps = 2\nstartup_H = 1\n")
+    simulation, heard = run(spec, [Place(cluster_id=c) for c in "ab"], corpus, tmp_path)
+    steps = [e for e in heard[0] if isinstance(e, InnerStep)]
+    assert [(e.t, e.h, e.H) for e in steps] == [
+        (1, 1, 1), (2, 1, 1), *((t, h, 3) for t in (3, 4, 5) for h in (1, 2, 3)),
+    ]  # fmt: skip
+    assert total_inner_steps(spec) == 11
+    assert [e.lr for e in steps] == [learning_rate(spec.inner, n, 11) for n in range(11)]
+    digests = simulation.parameter_digests()
+    assert digests[0] == digests[1]
+
+
+def ready(cluster: str, lowrank: list[int], H: int) -> Ready:
+    address = RankAddress(peer="simulated", maddrs=["simulated"], stages=[0, 1])
+    return Ready(
+        spec="", cluster_id=cluster, name=cluster, t=1, attempt=0, lineage="", weight=1.0, ranks=[address],
+        lowrank=lowrank, H=H,
+    )  # fmt: skip
+
+
+def test_a_round_has_one_rank_per_stage_and_one_h_from_what_its_members_want() -> None:
+    members = [ready("a", [16, 40], 80), ready("b", [], 0), ready("c", [17, 40], 90), ready("d", [16, 0], 85)]
+    roster = Roster(1, 0, "a", tuple(members), "", 0.0)
+    assert roster.lowrank == [16, 40] and roster.H == 85
+    nobody = Roster(1, 0, "a", tuple(ready(c, [], 0) for c in "ab"), "", 0.0)
+    assert nobody.lowrank == [] and nobody.H == 0
+
+
+def outer_step(t: int, q: Tensor, lowrank: list[int], H: int) -> OuterStep:
+    average = Average(factors={"w": (torch.zeros(30, q.shape[1]), q)})
+    return OuterStep(t, ["a"], [1.0], "", "", {0: ""}, average, None, [1.0], 1.0, lowrank, H)
+
+
+def test_a_newcomer_wishes_nothing_and_then_what_the_others_have() -> None:
+    spec = spec_of("dilocox", 10, '[compression]\nlowrank = 12\n[adapt]\nrule = "band"\n')
+    adapting = Adapting(spec, {"w": 1})
+    assert adapting.wishes() == [0.0, 0.0] and adapting.wish_for_h([0.0, 0.0]) == 0
+    assert adapting.H(5) == 3
+    said = adapting.learn(outer_step(7, torch.eye(20)[:, :9], [12, 9], 5), 2.0)
+    assert adapting.wishes() == [0.0, 9.0]  # stage 0 is another rank's
+    assert adapting.H(8) == 5 and "H 3 -> 5" in said and "lowrank" not in said
+
+
+def test_h_follows_the_largest_rank_of_a_cluster_and_what_a_round_takes() -> None:
+    more = '[compression]\nlowrank = 12\n[adapt]\nrule = "band"\noverlap = 0.5\nH_min = 1\nH_max = 50\n'
+    spec = replace(spec_of("dilocox", 10, more))
+    spec = replace(spec, inner=replace(spec.inner, H=20))
+    adapting = Adapting(spec, {"w": 0})
+    adapting.trained(0.5)
+    adapting.learn(outer_step(1, torch.eye(20)[:, :12], [12, 12], 20), 1.0)
+    assert adapting.wish_for_h([6.0, 3.0]) == 10  # alpha = 1/2, and a round needs 4
+    adapting = Adapting(spec, {"w": 0})
+    adapting.trained(0.5)
+    adapting.learn(outer_step(1, torch.eye(20)[:, :12], [12, 12], 20), 8.0)
+    assert adapting.wish_for_h([6.0, 3.0]) == 32  # 8 s are half of 32 steps of 0.5 s
