@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 def fetch_spec(link: JoinLink) -> str:
     """The run's spec as text, signed by the organiser of the link.
 
-    Raises UnreachableError, NotTrustedError, and SystemExit(143) on SIGTERM.
+    Raises UnreachableError, NotTrustedError, and SystemExit(128 + n) on SIGINT and SIGTERM.
     """
 
     async def fetch() -> str:
@@ -59,22 +59,25 @@ async def _visitor(link: JoinLink) -> AsyncIterator[Node]:
 
 
 async def _until_signal(body: Coroutine[Any, Any, _T], wanted: str) -> _T:
-    """`body` within its time. asyncio.run cancels it on Ctrl-C; this does so on SIGTERM."""
-    task = asyncio.current_task()
-    terminated = False
+    """`body` within its time, or cancelled by a signal. What it raises then says nothing: what it was waiting
+    for is torn down around it.
+    """
+    task, got = asyncio.current_task(), list[int]()
 
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
+    def stop(number: int) -> None:
+        got.append(number)
         if task is not None:
             task.cancel()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         return await within(body, _VISIT_S)
-    except TimeoutError as error:
-        raise UnreachableError(f"no {wanted} from the peers of the link within {_VISIT_S:.0f} s.") from error
-    except asyncio.CancelledError:
-        if terminated:
-            raise SystemExit(128 + signal.SIGTERM) from None
+    except BaseException as error:
+        if got:
+            raise SystemExit(128 + got[0]) from None
+        if isinstance(error, TimeoutError):
+            raise UnreachableError(
+                f"no {wanted} from the peers of the link within {_VISIT_S:.0f} s."
+            ) from error
         raise
