@@ -18,6 +18,8 @@ __all__ = ["Board", "LineBoard", "TableBoard", "open_board"]
 class Board(Protocol):
     def show(self, clusters: Mapping[str, Presence]) -> None: ...
 
+    def say(self, message: str) -> None: ...
+
     def warn(self, message: str) -> None: ...
 
     def close(self) -> None: ...
@@ -46,6 +48,9 @@ class LineBoard:
                     f"{len(clusters)} present"
                 )
 
+    def say(self, message: str) -> None:
+        click.echo(message)
+
     def warn(self, message: str) -> None:
         click.echo(f"warning: {message}", err=True)
 
@@ -60,6 +65,9 @@ class TableBoard:
 
     def show(self, clusters: Mapping[str, Presence]) -> None:
         self._live.update(self._table(clusters), refresh=True)
+
+    def say(self, message: str) -> None:
+        self._live.console.print(message)
 
     def warn(self, message: str) -> None:
         self._live.console.print(f"warning: {message}")

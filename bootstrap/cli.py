@@ -33,8 +33,18 @@ def main(verbose: bool) -> None:
 @click.option(
     "--announce", multiple=True, metavar="ADDR", help="Multiaddress under which others reach this host."
 )
-def serve(run: str, state_dir: Path, listen: tuple[str, ...], announce: tuple[str, ...]) -> None:
+@click.option(
+    "--archive",
+    type=click.IntRange(0, 100),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Keep the last N states of the run and the rounds since, so that it outlives its clusters. 0: none.",
+)
+def serve(
+    run: str, state_dir: Path, listen: tuple[str, ...], announce: tuple[str, ...], archive: int
+) -> None:
     """Serve RUN until Ctrl-C. Prints the link with which clusters join."""
     from .serve import serve_run
 
-    serve_run(run, state_dir, listen=listen, announce=announce)
+    serve_run(run, state_dir, listen=listen, announce=announce, archive=archive)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import click
 
+from p2p_dilocox.compression import Layout
 from p2p_dilocox.errors import DilocoxError
+from p2p_dilocox.runspec import RunSpec
 from p2p_dilocox.state_dir import write_atomic
 from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
 from p2p_dilocox.swarm.link import JoinLink
@@ -19,6 +21,7 @@ from p2p_dilocox.swarm.records import RUN_LIFE_S
 from p2p_dilocox.swarm.signed import SignedRun, sign_run
 
 from .addresses import linkable, reach_warning
+from .archive import Archive
 from .board import Board, open_board
 
 __all__ = ["host_run"]
@@ -27,19 +30,28 @@ _POLL_S = 2.0
 _CLOSE_S = 2.0
 
 
-def host_run(run_id: str, text: str, state: Path, *, listen: Sequence[str], announce: Sequence[str]) -> None:
-    """Sign the spec `text` with the key in `state` and serve it until SIGINT, SIGTERM or SIGHUP.
+def host_run(
+    spec: RunSpec, text: str, state: Path, *, listen: Sequence[str], announce: Sequence[str], archive: int
+) -> None:
+    """Sign `text`, which is `spec`, with the key in `state` and serve it until SIGINT, SIGTERM or SIGHUP.
 
-    Raises LinkError, StateError or NotTrustedError.
+    archive: how many states to keep. Raises LinkError, StateError or NotTrustedError.
     """
     key = SigningKey.load_or_create(state / "organiser.key")
     ensure_libp2p_identity(state / "node.key")
-    asyncio.run(_serve(sign_run(key, run_id, text), key.public, state, listen, announce))
+    asyncio.run(_serve(spec, sign_run(key, spec.run.id, text), key, state, listen, announce, archive))
 
 
 async def _serve(
-    signed: SignedRun, organiser: bytes, state: Path, listen: Sequence[str], announce: Sequence[str]
+    spec: RunSpec,
+    signed: SignedRun,
+    key: SigningKey,
+    state: Path,
+    listen: Sequence[str],
+    announce: Sequence[str],
+    archive: int,
 ) -> None:
+    organiser = key.public
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -67,13 +79,49 @@ async def _serve(
         if warning := reach_warning(maddrs):
             click.echo(f"warning: {warning}", err=True)
         with contextlib.closing(open_board(signed.run_id)) as board:
-            await _watch(node, signed, board, stop)
+            keeping = asyncio.create_task(_keep(spec, signed, key, node, state / "archive", archive, board))
+            try:
+                await _watch(node, signed, board, stop)
+            finally:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
     finally:
         # A service manager sends SIGTERM to p2pd as well: what breaks on its sockets now is no news.
         loop.set_exception_handler(lambda _loop, _context: None)
         with contextlib.suppress(asyncio.TimeoutError, OSError):
             await within(node.close(), _CLOSE_S)
     click.echo("stopped")
+
+
+async def _keep(
+    spec: RunSpec, signed: SignedRun, key: SigningKey, node: Node, directory: Path, archive: int, board: Board
+) -> None:
+    """Hold the archive until cancelled. Without states to keep it remembers how far the run has come."""
+    try:
+        layouts = await asyncio.to_thread(_layouts, spec) if archive else {}
+        keeper = Archive(spec, signed, key, node, layouts, directory, archive, board.warn)
+        await keeper.open()
+    except (DilocoxError, OSError) as error:
+        board.warn(f"no archive: {error}")
+        return
+    board.say(keeper.begins)
+    try:
+        while True:
+            await keeper.look()
+            await asyncio.sleep(_POLL_S)
+    finally:
+        await keeper.close()
+
+
+def _layouts(spec: RunSpec) -> dict[int, Layout]:
+    """What a round of each stage may send, at most."""
+    from p2p_dilocox.traffic import model_tensors  # loads transformers; the link is out before
+
+    tensors = model_tensors(spec)
+    return {
+        stage: Layout(shapes, spec.compression, dense_names=tensors.dense_names)
+        for stage, shapes in tensors.stages.items()
+    }
 
 
 async def _watch(node: Node, signed: SignedRun, board: Board, stop: asyncio.Event) -> None:

@@ -11,10 +11,12 @@ from .spec import fix_spec, load_run
 __all__ = ["serve_run"]
 
 
-def serve_run(run: str, state_dir: Path, *, listen: Sequence[str], announce: Sequence[str]) -> None:
+def serve_run(
+    run: str, state_dir: Path, *, listen: Sequence[str], announce: Sequence[str], archive: int
+) -> None:
     """Serve `run` (a run.toml or a shipped name) until SIGINT or SIGTERM; then returns.
 
-    listen, announce: multiaddresses. Port 0 in `listen` takes any free port.
+    listen, announce: multiaddresses. Port 0 in `listen` takes any free port. archive: states to keep.
     Raises SpecError, LinkError, StateError or NotTrustedError before anything is started.
     """
     listen = listen or (DEFAULT_LISTEN,)
@@ -24,4 +26,4 @@ def serve_run(run: str, state_dir: Path, *, listen: Sequence[str], announce: Seq
         text = fix_spec(state, text, spec)
         from .host import host_run  # loads hivemind, which takes seconds: mistakes show before
 
-        host_run(spec.run.id, text, state, listen=listen, announce=announce)
+        host_run(spec, text, state, listen=listen, announce=announce, archive=archive)

@@ -1,12 +1,10 @@
 """The run spec that a bootstrap node serves: found by path or name, and fixed once it has been served."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from p2p_dilocox.errors import StateError
 from p2p_dilocox.runspec import RunSpec, parse_run, read_run_text
+from p2p_dilocox.spec_diff import spec_diff
 from p2p_dilocox.state_dir import write_atomic
 
 __all__ = ["fix_spec", "load_run"]
@@ -29,22 +27,9 @@ def fix_spec(state: Path, text: str, spec: RunSpec) -> str:
         write_atomic(kept, text)
         return text
     kept_text = read_run_text(kept)
-    differing = _differences(asdict(parse_run(kept_text, name=str(kept))), asdict(spec))
-    if differing:
-        shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
+    if shown := spec_diff(parse_run(kept_text, name=str(kept)), spec):
         raise StateError(
             f"{state} serves run {parse_run(kept_text).run.id!r} by another spec: {shown}. "
             "The spec of a run is fixed: give the changed one a new id and its own --state-dir."
         )
     return kept_text
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    found: list[str] = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += _differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            found.append(f"{prefix}{key} is {json.dumps(before)} there and {json.dumps(after)} here")
-    return found

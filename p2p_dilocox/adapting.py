@@ -2,8 +2,9 @@
 
 Nothing of it is state of the run. Each cluster says at the roll call which ranks and which H it wants; all
 members take the same ones from the record of the round (`Roster`), so do those that read it later, and what
-one cluster measured otherwise than others is settled there. A cluster that has just come, or come back, has
-no wish until it knows what the others have.
+one cluster measured otherwise than others is settled there. So a state needs no more than the record of the
+round that led to it, which comes with every checkpoint and every download: `recall`. What was measured before
+that is measured anew.
 """
 
 import math
@@ -27,9 +28,12 @@ class Adapting:
     def __init__(self, spec: RunSpec, stage_of: Mapping[str, int]) -> None:
         self._spec, self._adapt, self._first = spec, spec.adapt, spec.compression.lowrank
         self._stages = {s: [n for n, of in stage_of.items() if of == s] for s in sorted({*stage_of.values()})}
+        self._least_h = self._adapt.H_min or math.ceil(spec.inner.H / 4)
+        self._most_h = most_inner_steps(spec)
         self._choices: dict[int, RankChoice] = {}
         self._H = 0
-        self._comm_s = self._step_s = 0.0
+        self._comm_s: float | None = None  # of a round that we were in; None: of none yet
+        self._step_s = 0.0
 
     def H(self, t: int) -> int:  # noqa: N802 (its name everywhere)
         """Inner steps of outer step t: of the start-up phase, or as the last round has it."""
@@ -49,25 +53,34 @@ class Adapting:
         if not self._H:
             return 0
         adapt, inner = self._adapt, self._spec.inner
+        if self._comm_s is None:  # what has led to the present H is not measured yet
+            return self._H
         alpha = max(ranks, default=0.0) / self._first if self._first and any(ranks) else 1.0
         return inner_steps(
-            alpha, first=inner.H,
-            least=adapt.H_min or math.ceil(inner.H / 4), most=most_inner_steps(self._spec),
+            alpha, first=inner.H, least=self._least_h, most=self._most_h,
             comm_s=self._comm_s, step_s=self._step_s, overlap=adapt.overlap,
         )  # fmt: skip
 
+    def recall(self, lowrank: Sequence[int], H: int) -> None:  # noqa: N803
+        """What the members of a round have agreed on: see `OuterStep`."""
+        self._H = min(max(H, self._least_h), self._most_h) if H else self._spec.inner.H
+        for stage in self._stages:
+            r = min(sum(lowrank[stage : stage + 1]) or self._first, self._first)
+            choice = self._choices.get(stage)
+            if choice is None or choice.r != r:
+                self._choices[stage] = RankChoice(r)
+
     def learn(self, step: OuterStep, seconds: float) -> str:
-        """A committed round, which took so long. A sentence if rank or H change with it, else ""."""
-        before = {stage: self._choices.get(stage) for stage in self._stages}
+        """A committed round. seconds: of it, if we were in it. A sentence if rank or H change, else ""."""
         h_before = self._H or self._spec.inner.H
-        self._comm_s += (seconds - self._comm_s) * (_SMOOTH if self._comm_s else 1.0)
-        self._H = step.H or self._spec.inner.H
+        if step.own is not None:
+            self._comm_s = (
+                seconds if self._comm_s is None else self._comm_s + _SMOOTH * (seconds - self._comm_s)
+            )
+        self.recall(step.lowrank, step.H)
         changes = []
         for stage, names in self._stages.items():
-            r = step.lowrank[stage] if step.lowrank and step.lowrank[stage] else self._first
-            choice = before[stage]
-            if choice is None or choice.r != r:
-                choice = RankChoice(r)  # as the members have agreed
+            choice = self._choices[stage]
             factors = {n: step.average.factors[n] for n in names if n in step.average.factors}
             if factors:
                 u = utilisation(factors, self._adapt.energy)
@@ -81,8 +94,8 @@ class Adapting:
                 choice = after
             self._choices[stage] = choice
         if h_before != self._H:
-            why = f"a round takes {self._comm_s:.1f} s, an inner step {self._step_s:.2f} s"
-            changes.append(f"H {h_before} -> {self._H}: {why}")
+            round_s = f"a round takes {self._comm_s:.1f} s, " if self._comm_s is not None else ""
+            changes.append(f"H {h_before} -> {self._H}: {round_s}an inner step {self._step_s:.2f} s")
         return "; ".join(changes)
 
 

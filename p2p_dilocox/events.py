@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 __all__ = [
     "Adapted",
+    "CheckpointFailed",
     "Checkpointed",
     "Evaluated",
     "Event",
@@ -39,8 +40,8 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase(Event):
-    """Where a rank is: starting, connecting, waiting, downloading, training, paused, draining, leaving,
-    done."""
+    """Where a rank is: connecting, starting, resumed, waiting, downloading, verifying, catching up, warming
+    up, training, paused, draining, leaving, done."""
 
     kind: ClassVar[str] = "phase"
     name: str
@@ -150,6 +151,16 @@ class Checkpointed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFailed(Event):
+    """Outer step t was not saved. `failed` counts these since the rank has started; `message` says why."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    t: int
+    failed: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted(Event):
     """Rank or H change after outer step t; `message` says from what to what, and why."""
 
@@ -178,7 +189,7 @@ _EVENTS: dict[str, type[Event]] = {
     e.kind: e
     for e in (
         Phase, InnerStep, ShardTrained, StepSkipped, RoundStarted, RoundCommitted, RoundDropped, Evaluated,
-        Checkpointed, Adapted, Warned, Finished,
+        Checkpointed, CheckpointFailed, Adapted, Warned, Finished,
     )
 }  # fmt: skip
 

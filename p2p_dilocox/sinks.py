@@ -9,6 +9,7 @@ from typing import Protocol
 
 from p2p_dilocox.errors import StateError
 from p2p_dilocox.events import (
+    CheckpointFailed,
     Evaluated,
     Event,
     InnerStep,
@@ -106,6 +107,8 @@ class TensorBoardSink:
                 ]
             case RoundDropped():
                 return [("round/dropped", 1.0, event.t)]
+            case CheckpointFailed():
+                return [("checkpoint/failed", event.failed, event.t)]
             case Evaluated():
                 return [("valid/loss", event.val_loss, event.t)]
         return []

@@ -37,7 +37,9 @@ from p2p_dilocox.settings import first_inner_steps, inner_steps_before
 from p2p_dilocox.training_rank import Checkpoints, Rank
 from p2p_dilocox.wish import Stop, Wish
 
-__all__ = ["Checkpoints", "Rank", "evaluate", "parameter_digests", "take_outer_steps", "train"]
+__all__ = [
+    "Checkpoints", "Rank", "evaluate", "inner_steps_of", "parameter_digests", "take_outer_steps", "train",
+]  # fmt: skip
 
 
 _LOST = 3  # dropped rounds in a row after which a cluster with a quorum waits for others
@@ -216,16 +218,10 @@ def land(spec: RunSpec, rank: Rank) -> None:
     reach("landing", outcome.t)
     outer = rank.outer
     if outcome.steps:
-        moved = rank.local.moved_(rank.pipeline.parameters) if rank.local else contextlib.nullcontext()
-        with rank.lock, moved:
-            take_outer_steps(spec, rank, outcome)
+        take_outer_steps(spec, rank, outcome)
         if rank.anchors:
             rank.anchors.take(outer.t, outer.anchor)
         rank.pipeline.sync_tied_()
-    for step in outcome.steps if rank.adapting else ():
-        assert rank.adapting is not None
-        if change := rank.adapting.learn(step, outcome.seconds):
-            rank.report(Adapted(rank=rank.index, t=step.t, message=change))
     rank.progress.move_to(max(outer.t, outcome.t), outer)
     rank.t = max(rank.t, outer.t + 1)  # a cluster that was left behind goes on where the others are
     rank.history.write(outcome, outer.lineage)
@@ -268,6 +264,15 @@ def peek(spec: RunSpec, rank: Rank) -> None:
 
 def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
     """Usually one. Several, if this cluster was left behind; it had its share in at most one of those."""
+    with rank.local.moved_(rank.pipeline.parameters) if rank.local else contextlib.nullcontext():
+        _take_outer_steps(spec, rank, outcome)
+    for step in outcome.steps if rank.adapting else ():
+        assert rank.adapting is not None
+        if change := rank.adapting.learn(step, outcome.seconds):
+            rank.report(Adapted(rank=rank.index, t=step.t, message=change))
+
+
+def _take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
     outer, overlap, keep = rank.outer, Overlap(spec.overlap.mode), spec.overlap.keep
     carry, blend, forgotten = overlap.carries, False, False
     for step in outcome.steps:

@@ -1,6 +1,5 @@
 """All that a rank trains with, and where it is in the run. The loop over it is trainer.py."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Protocol
 from p2p_dilocox.adapting import Adapting
 from p2p_dilocox.anchor_mean import AnchorMean
 from p2p_dilocox.averaging.company import Progress
-from p2p_dilocox.averaging.round import Round, Rounds
+from p2p_dilocox.averaging.outcome import Round
+from p2p_dilocox.averaging.round import Rounds
 from p2p_dilocox.data import Batches
 from p2p_dilocox.data_share import DataShare
 from p2p_dilocox.error_alarm import ErrorAlarm
@@ -27,6 +27,7 @@ __all__ = ["Checkpoints", "Rank"]
 
 class Checkpoints(Protocol):
     def save(self, rank: "Rank") -> None: ...
+    def wait(self) -> None: ...
     def set_aside(self) -> Path: ...
 
 
@@ -46,7 +47,6 @@ class Rank:
     checkpoints: Checkpoints
     wish: Wish
     report: Callable[[Event], None]
-    lock: threading.Lock  # held while the anchor moves, so that a joiner gets one state and not half of two
     t: int = 1  # the outer step in progress
     h: int = 0  # its inner steps already done
     pending: Round | None = None  # on the wire; a joiner follows the one that started before it came

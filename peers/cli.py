@@ -211,6 +211,15 @@ def resume(state_dir: Path) -> None:
     click.echo("resumes")
 
 
+@main.command("link")
+@click.option("--state-dir", required=True, type=STATE_DIR)
+def link_command(state_dir: Path) -> None:
+    """Print a join link that works while this cluster runs, also when the bootstrap node is gone."""
+    from .meeting import read_kept_link
+
+    click.echo(read_kept_link(state_dir))
+
+
 @main.command()
 @click.argument("link", required=False)
 @click.option("--state-dir", type=STATE_DIR, help="A cluster of this machine.")

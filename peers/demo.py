@@ -156,6 +156,8 @@ def _train(out: Path, run: str, spec: RunSpec, num_clusters: int, signals: list[
             str(out / "bootstrap"),
             "--listen",
             "/ip4/127.0.0.1/tcp/0",
+            "--archive",
+            "0",
         ]
         bootstrap = _Program(
             "the bootstrap node", ["p2p_dilocox.bootstrap", *arguments], out / "bootstrap.log"

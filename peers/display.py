@@ -9,7 +9,16 @@ import click
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from p2p_dilocox.events import Adapted, Evaluated, Event, Phase, RoundDropped, StepSkipped, Warned
+from p2p_dilocox.events import (
+    Adapted,
+    CheckpointFailed,
+    Evaluated,
+    Event,
+    Phase,
+    RoundDropped,
+    StepSkipped,
+    Warned,
+)
 
 from .progress import Progress, RoundTotals
 from .view import phase_line, round_line
@@ -86,7 +95,7 @@ class PlainDisplay:
                 self.say(progress.log[-1][1])
             case Adapted():
                 self.say(f"outer {event.t}  {event.message}")
-            case Warned():
+            case Warned() | CheckpointFailed():
                 self.say(progress.log[-1][1])
 
     def tick(self) -> None: ...

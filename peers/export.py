@@ -24,7 +24,7 @@ def export_newest(state: Path, out: Path, average: int = 1) -> list[int]:
     # These load torch, which takes seconds. A mistake above shows before.
     from p2p_dilocox.anchor_mean import mean_of
     from p2p_dilocox.checkpoint.export import export_model
-    from p2p_dilocox.checkpoint.store import anchors, newest_first
+    from p2p_dilocox.checkpoint.resume import anchors, newest_first
     from p2p_dilocox.pipeline import config_from_spec
     from p2p_dilocox.swarm.signed import spec_digest
     from p2p_dilocox.tokenizer import tokenizer_dir
@@ -47,4 +47,4 @@ def export_newest(state: Path, out: Path, average: int = 1) -> list[int]:
         for stage, shapes in model_tensors(spec).stages.items()
     )
     export_model(config_from_spec(spec.model), shards, tokenizer_dir(spec.data.tokenizer), out)
-    return [int(str(each.place["outer_t"])) for each in saved]
+    return [each.place.outer_t for each in saved]

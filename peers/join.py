@@ -10,6 +10,7 @@ from p2p_dilocox.errors import LinkError, SpecError, StateError
 from p2p_dilocox.placement import check_microbatches, place
 from p2p_dilocox.ports import check_port, shift_port
 from p2p_dilocox.runspec import RunSpec, parse_run
+from p2p_dilocox.spec_diff import spec_diff
 from p2p_dilocox.state_dir import locked_state_dir, write_atomic
 from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.maddr import check_maddr
@@ -18,6 +19,7 @@ from p2p_dilocox.tokenizer import vocabulary_size
 from .devices import check_form, check_shared_memory, parse_devices
 from .display import Display, LiveDisplay, PlainDisplay
 from .limits import Limits, read_limits
+from .meeting import with_kept_peers
 from .profile import Profile, load_profile
 from .progress import Progress
 from .supervisor import Supervisor
@@ -94,6 +96,7 @@ def join_run(options: JoinOptions) -> int:
         from .visit import fetch_spec
 
         key = SigningKey.load_or_create(state / "cluster.key")
+        link = with_kept_peers(state, link)
         text = fetch_spec(link)
         spec = _keep_spec(state, text, link)
         source_files(spec.data)  # before anything joins the swarm: are the files here?
@@ -165,11 +168,19 @@ def _keep_spec(state: Path, text: str, link: JoinLink) -> RunSpec:
         )
     kept = state / "run.toml"
     if kept.exists() and kept.read_bytes() != text.encode():
-        raise StateError(
-            f"{state} belongs to another run or to an older spec of it. Give another --state-dir."
-        )
+        raise StateError(f"{state} {_whose(kept, spec)}. Give another --state-dir.")
     write_atomic(kept, text)
     return spec
+
+
+def _whose(kept: Path, spec: RunSpec) -> str:
+    """What run a state directory belongs to that is not of this one."""
+    try:
+        old = parse_run(kept.read_text(encoding="utf-8"))
+    except (SpecError, OSError, UnicodeDecodeError):
+        return "belongs to another run, whose spec cannot be read"
+    diff = spec_diff(old, spec) or "its comments differ"
+    return f"belongs to run {old.run.id!r} by another spec (there: that directory, here: this run): {diff}"
 
 
 def _cores() -> int:

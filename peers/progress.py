@@ -7,6 +7,7 @@ from typing import Any
 
 from p2p_dilocox.events import (
     Checkpointed,
+    CheckpointFailed,
     Evaluated,
     Event,
     Finished,
@@ -73,6 +74,7 @@ class Progress:
     sent_bytes: int = 0
     received_bytes: int = 0
     skipped_steps: int = 0
+    failed_checkpoints: int = 0
     digests: dict[int, str] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     """Reason by rank."""
@@ -107,6 +109,9 @@ class Progress:
                 self.val_losses[event.t] = self.val_loss = event.val_loss
             case Checkpointed() if event.rank == 0:
                 self.log.append((event.time, f"checkpoint of outer step {event.t} in {event.seconds:.1f} s"))
+            case CheckpointFailed():
+                self.failed_checkpoints = max(self.failed_checkpoints, event.failed)
+                self.log.append((event.time, printable(event.message, 400)))
             case StepSkipped() if event.rank == 0:
                 self.skipped_steps += 1
                 self.t, self.h, self.H = max((self.t, self.h), (event.t, event.h)) + (event.H,)
@@ -176,6 +181,7 @@ class Progress:
             "utilisation": self.utilisation,
             "dropped_rounds": len(self.dropped),
             "skipped_steps": self.skipped_steps,
+            "failed_checkpoints": self.failed_checkpoints,
             "parameter_digests": {str(stage): digest for stage, digest in sorted(self.digests.items())},
         }
 

@@ -5,8 +5,6 @@ import contextlib
 import datetime
 import json
 import logging
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,18 +17,18 @@ import torch.distributed as dist
 
 from p2p_dilocox.adapting import build_adapting
 from p2p_dilocox.anchor_mean import build_anchor_mean
-from p2p_dilocox.averaging.coded import StageLayouts
+from p2p_dilocox.averaging.coded import StageLayouts, codec_thread
 from p2p_dilocox.averaging.company import CALL_FAILED, Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
-from p2p_dilocox.averaging.joining import Plan, download, make_plan
+from p2p_dilocox.averaging.kept import KeptRounds
 from p2p_dilocox.averaging.lead import Lead
-from p2p_dilocox.averaging.round import Rounds, codec_thread
+from p2p_dilocox.averaging.round import Rounds
 from p2p_dilocox.averaging.service import Service
-from p2p_dilocox.averaging.snapshot import write_snapshot
-from p2p_dilocox.checkpoint.store import CheckpointStore, load_rank, newest
+from p2p_dilocox.averaging.states import StateShelf
+from p2p_dilocox.checkpoint.store import CheckpointStore
 from p2p_dilocox.data import Batches, load_tokens
 from p2p_dilocox.data_share import open_data_share
-from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
+from p2p_dilocox.errors import DriftedError
 from p2p_dilocox.events import Event, Finished, Phase, Warned
 from p2p_dilocox.gradient_sum import build_inner
 from p2p_dilocox.history import History
@@ -40,10 +38,10 @@ from p2p_dilocox.outer import OuterState
 from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
 from p2p_dilocox.placement import place
 from p2p_dilocox.runspec import RunSpec, parse_run, tokens_per_outer_step
-from p2p_dilocox.settings import first_inner_steps
+from p2p_dilocox.settings import most_inner_steps
 from p2p_dilocox.sinks import TensorBoardSink
-from p2p_dilocox.swarm.gate import Gate
-from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
+from p2p_dilocox.swarm.gate import Gate, allowed_with
+from p2p_dilocox.swarm.identity import SigningKey, cluster_id_of, ensure_libp2p_identity
 from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.loop import NetworkThread
 from p2p_dilocox.swarm.messages import RankAddress, unpack
@@ -53,11 +51,16 @@ from p2p_dilocox.swarm.signed import spec_digest
 from p2p_dilocox.trainer import Rank, evaluate, parameter_digests, train
 from p2p_dilocox.wish import Stop, Wish
 
+from .entering import enter_run
+from .farewell import who_keeps
+from .meeting import keep_link
+from .recovery import recover
+from .timeline import Timeline
+
 __all__ = ["run_rank"]
 
 _NETWORK_S = 60.0  # start, fetch, publish: each with its own deadlines inside, this one is the last resort
-_DOWNLOADS = 5
-_REST_S = 0.5  # between two looks whether a pause is over
+_FAREWELL_S = 20.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -68,6 +71,7 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
     spec, link = _as_here(parse_run(config["run_text"]), config), JoinLink.parse(config["link"])
     torch.set_num_threads(config["threads"])
     device = torch.device(config["device"])
+    report = Timeline(report) if index == 0 else report
     say = partial(_say, report, index)
 
     with contextlib.ExitStack() as stack:
@@ -90,6 +94,8 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
             _NETWORK_S,
         )
         stack.callback(lambda: network.call(node.close(), 5.0))
+        for address, why in node.unreachable.items():
+            _LOG.warning("%s: %s", address, why)
 
         say("starting", "model and data")
         if num_ranks > 1:
@@ -104,14 +110,21 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
         rank, lead = _build(spec, config, device, node, network, link, report, wish, stack)
         if lead is not None:
             stack.callback(lambda: _quietly(network, lead.close()))
+            keeping = asyncio.run_coroutine_threadsafe(
+                keep_link(state, link, lead.company.addresses), network.loop
+            )
+            stack.callback(keeping.cancel)
         try:
-            _enter_run(spec, rank, lead, network, say)
+            enter_run(spec, rank, lead, network, state, say)
             while not (complete := _train(spec, rank, say)) and rank.wanted < Wish.LEAVE:
-                _enter_run(spec, rank, lead, network, say)  # it comes back as one that has been away
+                enter_run(spec, rank, lead, network, state, say)  # it comes back as one that has been away
         except Stop:
             complete = False
         if lead is not None and rank.wish.value != Wish.LEAVE_NOW:
             say("leaving", "staying for clusters that are not done")
+            with contextlib.suppress(*CALL_FAILED, TimeoutError):
+                if kept := network.call(who_keeps(lead.company), _FAREWELL_S):
+                    report(Warned(rank=index, message=kept))
             if not complete:
                 rank.progress.state = "left"
                 _quietly(network, lead.company.announce())
@@ -166,19 +179,16 @@ def _build(
         whole = {int(s): d for of_rank in digests for s, d in json.loads(of_rank).items()}
         outer.lineage = genesis(digest, combined_digest(whole))
     layouts = {s: StageLayouts(outer, names[s], dense, sum(map(len, cuts))) for s in held}
-    lock, progress, codec = threading.Lock(), Progress(lineage=outer.lineage), codec_thread()
+    progress, codec = Progress(lineage=outer.lineage), codec_thread()
     stack.callback(codec.shutdown, wait=False, cancel_futures=True)
 
-    def snapshot_of(stage: int) -> bytes:
-        with lock:
-            return write_snapshot(outer, names[stage])
-
+    kept, shelf = KeptRounds(state / "rounds"), StateShelf(state / "checkpoints")
     service = Service(
         node,
-        Gate(key, link.run_id, node.peer_id, spec.run.members),
+        Gate(key, link.run_id, node.peer_id, allowed_with(spec.run.members, cluster_id_of(link.organiser))),
         patience_s=timeouts.round_s,
-        average_of=lambda t, stage: rounds.kept.average_of(t, stage),
-        snapshot_of=snapshot_of,
+        average_of=kept.average_of,
+        piece_of=shelf.piece,
         pace=Pace(config["upload_rate"]),
     )
     maddrs = network.call(node.maddrs(), _NETWORK_S)
@@ -202,12 +212,14 @@ def _build(
             num_stages=spec.model.stages,
             min_clusters=spec.run.min_clusters,
             quorum=spec.run.quorum,
-            result_after=lambda t: rounds.kept.result_after(t),
+            result_after=kept.result_after,
+            offer=shelf.offer,
         )
         service.desk = lead
     rounds = Rounds(
         loop=network.loop, service=service, outer=outer, layouts=layouts, me=key.cluster_id, lead=lead,
         lead_peer=addresses[0].peer, progress=progress, timeouts=timeouts, weight_cap=weight_cap, codec=codec,
+        kept=kept,
     )  # fmt: skip
     network.call(service.start([a.peer for a in addresses]), _NETWORK_S)
     if lead is not None:
@@ -229,143 +241,21 @@ def _build(
         index=index, cluster_id=key.cluster_id, pipeline=pipeline,
         inner=build_inner(spec, pipeline, outer, bits=config["adamw_bits"]),
         outer=outer, rounds=rounds, batches=batches, progress=progress, history=history,
-        checkpoints=CheckpointStore(state / "checkpoints", digest, spec.checkpoint.keep),
+        checkpoints=CheckpointStore(
+            state / "checkpoints", run_id=spec.run.id, spec_digest=digest, keep=spec.checkpoint.keep,
+            inner_steps=most_inner_steps(spec), key=key, kept=kept, report=report,
+        ),
         local=build_local_outer(spec.local, pipeline.parameters),
         anchors=build_anchor_mean(spec),
         adapting=build_adapting(spec, pipeline.stage_of, list(outer.basis)),
-        wish=wish, report=report, lock=lock, share=open_data_share(spec, state, key.cluster_id, progress),
+        wish=wish, report=report, share=open_data_share(spec, state, key.cluster_id, progress),
     )  # fmt: skip
-    saved = newest(state / "checkpoints", digest)
-    if saved is not None:
-        load_rank(saved, rank)
-        progress.move_to(outer.t, outer)
-        _say(
-            report,
-            index,
-            "starting",
-            f"resumed outer step {outer.t}, inner step {rank.h} from {saved.path.name}",
-        )
+    recover(spec, rank, state, digest)
     return rank, lead
 
 
-def _enter_run(
-    spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThread, say: Callable[[str, str], None]
-) -> None:
-    """Wait for enough clusters, or fetch the state of one that is
-    further; then the cluster counts as training."""
-    waiting_since = time.monotonic()
-    rank.progress.state = "joining"
-    for _ in range(_DOWNLOADS):
-        plan = _next_plan(spec, rank, lead, network)
-        while plan.action in ("wait", "pause"):
-            if plan.action == "pause":
-                plan = _rest(spec, rank, plan, lead, network, say)
-                continue
-            waited_s = time.monotonic() - waiting_since
-            say("waiting", f"{plan.detail}, {waited_s:.0f} s")
-            time.sleep(min(2.0, 0.5 + waited_s / 20))
-            plan = _next_plan(spec, rank, lead, network)
-        if plan.action == "leave":
-            raise Stop(Wish.LEAVE_NOW)
-        if plan.action == "refused":
-            raise NotTrustedError(plan.detail)
-        if plan.action == "start" and rank.progress.state == "training":
-            break
-        if plan.action == "download":
-            _download(spec, rank, plan, network, say)
-        rank.progress.state = "training"  # from here their rounds wait for us; look what began before
-    else:
-        raise ClusterError(
-            f"{_DOWNLOADS} downloads, and the swarm was ahead each time: "
-            "is this link fast enough for the run?"
-        )
-    standing = plan.standing
-    if standing is not None and standing.t >= rank.t - 1 + (rank.h > 0):
-        # Start where the others are, in the same outer step and about as far in it.
-        rank.t, rank.h = standing.t + 1, min(standing.h, first_inner_steps(spec, standing.t + 1) - 1)
-        if standing.in_flight > standing.t:
-            rank.pending, rank.t = rank.rounds.follow(standing.in_flight), standing.in_flight + 1
-    rank.progress.h = rank.h
-    if rank.outer.t == 0:
-        evaluate(spec, rank)
-
-
-def _next_plan(spec: RunSpec, rank: Rank, lead: Lead | None, network: NetworkThread) -> Plan:
-    packed = b""
-    if lead is not None:
-        if rank.wish.value >= Wish.LEAVE:
-            plan = Plan(action="leave")
-        elif rank.wish.value:
-            plan = Plan(action="pause", detail=rank.wish.reason)
-        else:
-            needed = spec.run.quorum if rank.outer.t else spec.run.min_clusters
-            plan = network.call(make_plan(lead.company, rank.outer, needed), _NETWORK_S)
-        packed = plan.pack()
-    return unpack(rank.pipeline.broadcast(packed), Plan)
-
-
-def _rest(
-    spec: RunSpec, rank: Rank, plan: Plan, lead: Lead | None, network: NetworkThread,
-    say: Callable[[str, str], None],
-) -> Plan:  # fmt: skip
-    """Stay in memory and do nothing until the wish is another one; nobody's round waits for us."""
-    rank.progress.state = "paused"
-    if lead is not None:
-        _quietly(network, lead.company.announce())
-    reason = None
-    while plan.action == "pause":
-        if plan.detail != reason:
-            reason = plan.detail
-            say("paused", reason)
-        time.sleep(_REST_S)
-        plan = _next_plan(spec, rank, lead, network)
-    rank.progress.state = "joining"
-    return plan
-
-
-def _download(
-    spec: RunSpec, rank: Rank, plan: Plan, network: NetworkThread, say: Callable[[str, str], None]
-) -> None:
-    """Try one donor. All ranks must get the same outer step of
-    the same history, else none keeps what it has."""
-    last = [0.0]
-
-    def show(fraction: float) -> None:
-        if fraction - last[0] > 0.05 or fraction == 1.0:
-            last[0] = fraction
-            say(
-                "downloading",
-                f"outer step {plan.standing.t if plan.standing else 0}, {fraction:.0%} from {plan.detail}",
-            )
-
-    stage_of = rank.pipeline.stage_of
-    names = {s: [n for n in stage_of if stage_of[n] == s] for s in sorted(set(stage_of.values()))}
-    service = rank.rounds.service
-    snapshots, places = [], ""
-    try:
-        body = download(service, rank.outer, names, plan.donor, show)
-        snapshots = network.call(body, 20 * spec.deadlines.round_s)
-        places = ",".join(sorted({f"{s.t} {s.lineage}" for s in snapshots}))
-    except (*CALL_FAILED, asyncio.CancelledError) as error:
-        _LOG.warning("download from %s failed: %s", plan.detail, error)
-        rank.report(Warned(rank=rank.index, message=f"download from {plan.detail} failed: {error}"))
-    everywhere = {p.decode() for p in rank.pipeline.gather(places.encode())}
-    if len(everywhere) == 1 and places and "," not in places:
-        with rank.lock, torch.no_grad():
-            for snapshot in snapshots:
-                snapshot.load_into(rank.outer)
-            for name, parameter in rank.pipeline.parameters.items():
-                parameter.copy_(rank.outer.anchor[name])
-            if rank.local:
-                rank.local.reset_(rank.pipeline.parameters)
-        rank.pipeline.sync_tied_()
-        rank.unsent_tokens = 0
-        rank.progress.move_to(rank.outer.t, rank.outer)
-        rank.t, rank.h = rank.outer.t + 1, 0
-
-
 def _train(spec: RunSpec, rank: Rank, say: Callable[[str, str], None]) -> bool:
-    say("training", "")
+    say("warming up", "trains; its first round makes it count")
     try:
         complete = train(spec, rank)
     except DriftedError:
@@ -376,7 +266,9 @@ def _train(spec: RunSpec, rank: Rank, say: Callable[[str, str], None]) -> bool:
     if complete:
         say("draining", "final evaluation and checkpoint")
         evaluate(spec, rank)
+    rank.checkpoints.wait()
     rank.checkpoints.save(rank)
+    rank.checkpoints.wait()
     return complete
 
 

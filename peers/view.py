@@ -16,6 +16,7 @@ __all__ = ["ClusterView", "DemoView", "bytes_text", "console", "phase_line", "ro
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {
     "training": "bold green",
+    "warming up": "green",
     "done": "bold green",
     "leaving": "bold yellow",
     "paused": "bold yellow",

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import click
+
 from p2p_dilocox.errors import UnreachableError
 from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.messages import Presence
@@ -52,6 +54,8 @@ async def _visitor(link: JoinLink) -> AsyncIterator[Node]:
     node = await Node.start(
         run_id=link.run_id, organiser=link.organiser, initial_peers=link.peers, client_mode=True
     )
+    for address, why in node.unreachable.items():
+        click.echo(f"warning: {address}: {why}", err=True)
     try:
         yield node
     finally:

@@ -11,7 +11,7 @@ from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.lineage import combined_digest, next_lineage, round_digest
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.swarm.gate import Gate
-from p2p_dilocox.swarm.messages import Ask, Result
+from p2p_dilocox.swarm.messages import Ask, RankAddress, Result, peer_of_stage
 
 __all__ = ["Proven", "decode_average", "fetch_average", "read_result"]
 
@@ -45,10 +45,13 @@ def read_result(result: Result, run_id: str, gate: Gate, weight_cap: float) -> P
 
 
 async def fetch_average(
-    service: Service, peer: str, result: Result, stage: int, division: Division
+    service: Service, donor: list[RankAddress], result: Result, stage: int, division: Division
 ) -> list[bytes]:
     """The encoded average of one stage, in chunks; NotTrustedError unless it has the result's digest."""
     t = result.call.t
+    peer = peer_of_stage(donor, stage)
+    if peer is None:
+        raise NotTrustedError(f"outer step {t}: the donor has nobody for stage {stage}")
     pieces = service.fetch(peer, "average", Ask(t=t, stage=stage), division.most_bytes())
     chunks = [data async for data in pieces]
     if round_digest(chunks) != result.stage_digests.get(str(stage)):

@@ -9,8 +9,10 @@ Pure arithmetic for the codec thread; nothing here waits.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from p2p_dilocox.averaging.butterfly import CHUNK_VALUES
@@ -27,7 +29,13 @@ from p2p_dilocox.compression.layout import Phase
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.selection import selected
 
-__all__ = ["CodedStage", "StageLayouts", "chunk_ranges", "coded_stages", "merged"]
+__all__ = ["CodedStage", "StageLayouts", "chunk_ranges", "codec_thread", "coded_stages", "merged"]
+
+
+def codec_thread() -> ThreadPoolExecutor:
+    """One thread with one torch thread: matrix products give other
+    bits with another number of threads (measured)."""
+    return ThreadPoolExecutor(1, "codec", initializer=torch.set_num_threads, initargs=(1,))
 
 
 class StageLayouts:

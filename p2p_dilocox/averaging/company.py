@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from hivemind.p2p import P2PDaemonError, P2PHandlerError
@@ -16,6 +17,7 @@ from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.outer import OuterState
+from p2p_dilocox.swarm.clock import Clock
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import (
     Ask,
@@ -38,6 +40,8 @@ CALL_FAILED = (
     P2PDaemonError, P2PHandlerError, ControlFailure, asyncio.TimeoutError, ConnectionError, NotTrustedError,
 )  # fmt: skip
 _HEARTBEAT_S = 3.0
+_LOOK_AROUND_S = 10.0
+_CLOCKS_ASKED = 5
 _GOODBYE_S = 3.0
 _OTHERS_KEPT = 64
 _LINEAGES_KEPT = 64
@@ -63,7 +67,7 @@ class Progress:
     data: DataClaim = DataClaim()  # ours, and those of the others that train
     others_data: dict[str, DataClaim] = field(default_factory=dict)
     astray: str = ""  # why this cluster should give up its history for another one
-    duplicate: str = ""  # why this cluster has to go: its identity is in use elsewhere
+    duplicate: str = ""  # why this cluster has to go: its identity is in use elsewhere, its clock is wrong
 
     def move_to(self, t: int, outer: OuterState) -> None:
         """Outer step t is over and left `outer` behind."""
@@ -99,20 +103,22 @@ class Company:
         self.present: dict[str, Presence] = {}
         self.name, self._service, self._signed = name, service, signed
         self.gate = service.gate
+        self.genesis = progress.lineage  # of theta_0
+        self._clock = Clock()
         self._since, self._published = time.time(), False
         self._ranks: dict[str, list[RankAddress]] = {}
         self._departed: dict[str, float] = {}  # who said that it leaves or pauses, and since when it was here
         self._doubted: dict[str, Deadline] = {}
-        self._heart: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         await self.refresh()
-        self._heart = asyncio.create_task(self._beat())
+        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._look_around())]
 
     async def close(self) -> None:
-        if self._heart is not None:
-            self._heart.cancel()
-            await asyncio.gather(self._heart, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.progress.state = "left"
         await self.announce()
 
@@ -138,13 +144,15 @@ class Company:
         )  # fmt: skip
 
     def coordinators(self) -> list[str]:
-        """The members of the last committed round, who so agree on this list; at the start all present.
+        """The members of the last committed round, who so agree on this list; all present at the start, and
+        when none of those members is there any more: who has the state of a run goes on with it.
 
         Those that nobody can dial hold no roll call, unless there are no others; those that have left or
         paused, we ourselves among them, are passed over.
         """
         away = {*self._departed, *([self.me] if self.progress.state == "paused" else [])}
-        clusters = self.progress.members or sorted({*self.present, self.me})
+        members, present = self.progress.members, {*self.present, self.me}
+        clusters = members if present & set(members) else sorted(present)
         clusters = [c for c in clusters if c not in away] or clusters
         return [c for c in clusters if all(r.maddrs for r in self.ranks_of(c))] or clusters
 
@@ -166,6 +174,11 @@ class Company:
 
     def ranks_of(self, cluster: str) -> list[RankAddress]:
         return self.ranks if cluster == self.me else self._ranks.get(cluster, [])
+
+    def addresses(self) -> list[list[str]]:
+        """Where the leads can be dialled: ours, then those of the clusters that are there."""
+        others = [p.ranks[0].maddrs for c, p in sorted(self.present.items()) if c != self.me]
+        return [self.ranks[0].maddrs, *others]
 
     async def refresh(self) -> None:
         """Tell the swarm that we are here and look who else is."""
@@ -216,6 +229,14 @@ class Company:
             *(self.ask(c, lambda stub: stub.rpc_hello(hello, timeout=self.timeouts.reply_s)) for c in others)
         )
         return {c: s for c, s in zip(others, answers, strict=True) if s is not None}
+
+    async def archives(self) -> dict[str, Standing]:
+        """Where those stand that keep states and train nothing."""
+        found = {c: p for c, p in (await self.node.archives()).items() if c != self.me}
+        for cluster, presence in found.items():
+            await self.meet(cluster, presence.ranks)
+        standings = await asyncio.gather(*(self.standing_of(c) for c in found))
+        return {c: s for c, s in zip(found, standings, strict=True) if s is not None}
 
     async def meet(self, cluster: str, ranks: list[RankAddress]) -> None:
         """Remember a cluster's ranks and tell p2pd where they live."""
@@ -287,6 +308,22 @@ class Company:
         proven = await self._proven_after(standing.cluster_id, standing.committed_t - 1)
         return len(proven.roster.ids) if proven and proven.lineage == standing.lineage else 0
 
+    async def results_from(self, cluster: str, t: int, lineage: str, last: int, most: int) -> list[Result]:
+        """The committed rounds after (t, lineage), up to outer step `last`, `most` at most, as a cluster has
+        proven them. Raises NotTrustedError if it does not keep them or has another history.
+        """
+        results: list[Result] = []
+        while t < last and len(results) < most:
+            result = await self.result_after(cluster, t)
+            if result is None or result.call.t <= t:
+                raise NotTrustedError(f"cluster {cluster} does not keep the round after outer step {t}")
+            proven = read_result(result, self.node.run_id, self.gate, self.weight_cap)
+            if proven.roster.parent != lineage:
+                raise NotTrustedError(f"cluster {cluster} has another history after outer step {t}")
+            t, lineage = proven.roster.t, proven.lineage
+            results.append(result)
+        return results
+
     async def parent_of(self, cluster: str, t: int) -> str:
         """The lineage that the committed round of outer step t follows from, as a cluster proves it; "" if
         not.
@@ -325,6 +362,17 @@ class Company:
             except CALL_FAILED:
                 pass  # the next beat tries again; a lasting failure shows as an empty swarm in the view
             await asyncio.sleep(_HEARTBEAT_S)
+
+    async def _look_around(self) -> None:
+        """Now and then: is the link's peer back, is our clock still right?"""
+        while True:
+            await asyncio.sleep(_LOOK_AROUND_S)
+            with contextlib.suppress(*CALL_FAILED, OSError):
+                await self.node.reattach()
+                leads = [ranks[0].peer for ranks in self._ranks.values()][-_CLOCKS_ASKED:]
+                asked = [partial(self.node.time_at, peer) for peer in (*self.node.entry_peers, *leads)]
+                if fault := await self._clock.fault(asked):
+                    self.progress.duplicate = fault
 
     async def _compare_histories(self) -> None:
         """Clusters that lost sight of each other may have gone on as two swarms: one history has to end."""

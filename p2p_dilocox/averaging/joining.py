@@ -1,62 +1,91 @@
-"""How a cluster comes in: fresh, from its checkpoint, or with
-the state of a cluster that is further (rule V8)."""
+"""How a cluster comes in: fresh, from its checkpoint, or with what clusters that are further have (rule V8).
+
+theta_0 follows from the run spec, a state from its donors, and every round after either from the encoded
+averages that members keep. A state is older than the rounds by some outer steps; rounds are small, so that
+even a slow link catches up with them.
+"""
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 import msgspec
 
 from p2p_dilocox.averaging.company import Company, outranks
-from p2p_dilocox.averaging.service import Service
-from p2p_dilocox.averaging.snapshot import Snapshot, read_snapshot, snapshot_bytes
+from p2p_dilocox.averaging.states import best_state, check_offer
 from p2p_dilocox.errors import NotTrustedError
-from p2p_dilocox.outer import OuterState
-from p2p_dilocox.swarm.messages import Ask, Message, RankAddress, Standing, peer_of_stage
+from p2p_dilocox.swarm.messages import Ask, Message, RankAddress, Result, Standing, StateOffer
 
-__all__ = ["Plan", "download", "make_plan"]
+__all__ = ["Plan", "ask_offer", "make_plan"]
+
+_MOST_ROUNDS = 8  # fetched before they are applied: so many averages are in memory
+Address = Annotated[list[RankAddress], msgspec.Meta(max_length=512)]
 
 
 class Plan(Message, frozen=True, kw_only=True):
-    """What rank 0 tells its cluster to do next: wait for others,
-    start from the state at hand, or download from a donor.
+    """What rank 0 tells its cluster to do next: wait for others, start from the state at hand, follow the
+    rounds that come after it, download a state, or begin at theta_0 again and follow all rounds.
 
-    standing: the donor's, or of a cluster with our lineage; None if we are the first.
+    standing: of the cluster that is furthest. donors: by cluster, who has `results` or `offer`. doubt: how
+    many members sign another state for the outer step of the offer.
     """
 
-    action: Literal["wait", "start", "download", "pause", "leave", "refused"]
-    donor: Annotated[list[RankAddress], msgspec.Meta(max_length=512)] = []
+    action: Literal["wait", "start", "follow", "download", "rewind", "pause", "leave", "refused"]
+    donors: dict[str, Address] = {}
     standing: Standing | None = None
+    results: list[Result] = []
+    offer: StateOffer | None = None
+    signers: int = 0
+    doubt: int = 0
     detail: str = ""
 
 
-async def make_plan(company: Company, outer: OuterState, needed: int) -> Plan:
+async def make_plan(company: Company, needed: int, avoid: Collection[str] = ()) -> Plan:
     """Look at the swarm once. The cluster with the most committed outer steps decides where the run is, among
     those that prove it with the votes of more than half as many members as any other has.
 
     By looking we are seen: once our state is a recent one, the others' next round waits for us.
-    needed: clusters to wait for.
+    needed: clusters to wait for. avoid: who did not have the rounds that it proved.
     """
     standings = await company.greet()
     if company.progress.duplicate:
         return Plan(action="refused", detail=company.progress.duplicate)
-    further = [c for c in standings if standings[c].committed_t > 0]
+    known, ours = {**await company.archives(), **standings}, company.progress
+    further = [c for c in known if known[c].committed_t > 0]
     votes = dict(
-        zip(further, await asyncio.gather(*(company.voters(standings[c]) for c in further)), strict=True)
+        zip(further, await asyncio.gather(*(company.voters(known[c]) for c in further)), strict=True)
     )
-    trusted = [c for c in further if 2 * votes[c] >= max(votes.values())]
+    trusted = [c for c in further if votes[c] and 2 * votes[c] >= max(votes.values())]
     if trusted:
-        furthest = max(trusted, key=lambda c: (standings[c].committed_t, c))
-        standing = standings[furthest]
-        best = random.choice([c for c in trusted if standings[c].lineage == standing.lineage])
-        if standing.lineage == outer.lineage:
+        # Of those that are equally far a cluster that trains: it says where it is in its outer step.
+        furthest = max(trusted, key=lambda c: (known[c].committed_t, c in standings, c))
+        standing = known[furthest]
+        if standing.lineage == ours.lineage:
             return Plan(action="start", standing=standing)
-        ahead = standing.committed_t > outer.t
-        if ahead or outranks((votes[furthest], standing.committed_t), (len(outer.members), outer.t)):
-            return Plan(action="download", donor=company.ranks_of(best), standing=standing, detail=best)
-    others = [c for c in standings if standings[c].committed_t == 0 and standings[c].lineage != outer.lineage]
-    if outer.t == 0 and 2 * len(others) > len(standings):  # half of all, ourselves included, or more
+        if ours.lineages.get(standing.committed_t) == standing.lineage:  # it follows us
+            return Plan(action="start")
+        ahead = standing.committed_t > ours.committed_t
+        theirs = votes[furthest], standing.committed_t
+        if ahead or outranks(theirs, (len(ours.members), ours.committed_t)):
+            same = [c for c in trusted if known[c].lineage == standing.lineage]
+            helpful = [c for c in same if c not in avoid]
+            plan = None
+            if ahead:
+                plan = await _rounds_after(company, standing, helpful, ours.committed_t, ours.lineage)
+            parted = not ahead or await _parted(company, same)
+            plan = plan or await _state(company, standing, known, 0 if parted else ours.committed_t)
+            if plan is None and parted and ours.committed_t:
+                start = company.genesis
+                if await _rounds_after(company, standing, helpful, 0, start):
+                    return Plan(action="rewind", standing=standing, detail="the others keep all rounds")
+            return plan or Plan(
+                action="wait",
+                detail=f"{votes[furthest]} clusters committed outer step {standing.committed_t}, and nobody "
+                "is here who has the state: it goes on when one of them is back",
+            )
+    others = [c for c in standings if standings[c].committed_t == 0 and standings[c].lineage != ours.lineage]
+    if ours.committed_t == 0 and 2 * len(others) > len(standings):  # half of all, ourselves included, or more
         where = ", ".join(sorted(others)[:3])
         return Plan(
             action="refused",
@@ -69,28 +98,54 @@ async def make_plan(company: Company, outer: OuterState, needed: int) -> Plan:
     return Plan(action="start")
 
 
-async def download(
-    service: Service,
-    outer: OuterState,
-    names_of_stage: dict[int, list[str]],
-    donor: list[RankAddress],
-    progress: Callable[[float], None],
-) -> list[Snapshot]:
-    """Every stage we hold, from the donor's ranks, checked. Raises NotTrustedError, or what libp2p raises.
+async def _parted(company: Company, sources: list[str]) -> bool:
+    """Whether the round after our last one does not follow from ours."""
+    ours = company.progress
+    parents = await asyncio.gather(*(company.parent_of(c, ours.committed_t + 1) for c in sources))
+    return any(parent not in ("", ours.lineage) for parent in parents)
 
-    progress: called with the fraction received. A donor may send no more than the state has.
-    """
-    limit = {stage: snapshot_bytes(outer, names) for stage, names in names_of_stage.items()}
-    received, total = 0, sum(limit.values())
-    snapshots = []
-    for stage, names in names_of_stage.items():
-        peer = peer_of_stage(donor, stage)
-        if peer is None:
-            raise NotTrustedError(f"the donor has nobody for stage {stage}")
-        data = bytearray()
-        async for piece in service.fetch(peer, "snapshot", Ask(stage=stage), limit[stage]):
-            data += piece
-            progress(min(1.0, (received + len(data)) / total))
-        received += limit[stage]
-        snapshots.append(await asyncio.to_thread(read_snapshot, bytes(data), outer, names))
-    return snapshots
+
+async def _rounds_after(
+    company: Company, standing: Standing, sources: list[str], t: int, lineage: str
+) -> Plan | None:
+    """The next rounds from (t, lineage) on; None if nobody keeps them or has another history."""
+    for cluster in random.sample(sources, len(sources)):
+        try:
+            results = await company.results_from(cluster, t, lineage, standing.committed_t, _MOST_ROUNDS)
+        except NotTrustedError:
+            continue
+        if results:
+            donors = {cluster: company.ranks_of(cluster)}
+            return Plan(action="follow", results=results, donors=donors, standing=standing, detail=cluster)
+    return None
+
+
+async def _state(
+    company: Company, standing: Standing, sources: Collection[str], newer_than: int
+) -> Plan | None:
+    """The state that most members sign, and all that have it; None if there is none that helps us."""
+    offers = [o for o in await asyncio.gather(*(ask_offer(company, c) for c in sources)) if o is not None]
+    state = best_state(o for o in offers if o[1].t > newer_than)
+    if state is None:
+        return None
+    return Plan(
+        action="download", offer=state.offer, signers=len(state.signers), doubt=state.others,
+        donors={c: company.ranks_of(c) for c in state.donors}, standing=standing,
+        detail=f"outer step {state.offer.t}, signed by {len(state.signers)}",
+    )  # fmt: skip
+
+
+async def ask_offer(company: Company, cluster: str) -> tuple[str, StateOffer, set[str]] | None:
+    """The newest state of a cluster or an archive, with the members that sign it; None if it has none that
+    is proven."""
+    shown, timeout = Ask(shown=company.gate.own), company.timeouts.reply_s
+    offer = await company.ask(cluster, lambda stub: stub.rpc_state(shown, timeout=timeout))
+    if offer is None:
+        return None
+    try:
+        signers = await asyncio.to_thread(
+            check_offer, offer, company.node.run_id, company.gate, company.weight_cap
+        )
+    except NotTrustedError:
+        return None
+    return cluster, offer, signers

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from p2p_dilocox.averaging.catchup import read_result
 from p2p_dilocox.averaging.company import Company
 from p2p_dilocox.averaging.deadlines import Deadline
 from p2p_dilocox.averaging.exclusion import Grudges, NormCap, different_parts, left_out
@@ -27,6 +26,7 @@ from p2p_dilocox.swarm.messages import (
     Result,
     StageDone,
     Standing,
+    StateOffer,
     Vote,
     Votes,
     open_sealed,
@@ -36,7 +36,7 @@ from p2p_dilocox.swarm.patience import within
 
 __all__ = ["Lead"]
 
-_MOST_AT_ONCE = 64
+_MOST_AT_ONCE = 16  # rounds to catch up with: their averages are in memory until all are applied
 _BALLOTS_AHEAD = 3  # a cluster in step is never further ahead than the round in flight
 _MOST_ATTEMPTS = 16
 _SURELY_REFUSED = 3
@@ -74,12 +74,14 @@ class Lead:
         min_clusters: int,
         quorum: int,
         result_after: Callable[[int], Result],
+        offer: Callable[[], StateOffer],
     ) -> None:
-        """min_clusters: for the first outer step. result_after(t): a committed round that we keep."""
+        """min_clusters: for the first outer step. result_after(t), offer: of what we keep on disk."""
         self.company, self.gate = company, company.gate
         self.me, self.run_id = company.me, company.node.run_id
         self.timeouts, self.progress = company.timeouts, company.progress
-        self.spec_digest, self.num_stages, self.result_after = spec_digest, num_stages, result_after
+        self.spec_digest, self.num_stages = spec_digest, num_stages
+        self.result_after, self.offer = result_after, offer
         self.weight_cap, self.norm_cap, self.grudges = company.weight_cap, NormCap(), Grudges()
         self.rollcalls = RollCalls(
             me=self.me,
@@ -220,28 +222,23 @@ class Lead:
         return self._followed[t]
 
     async def _follow(self, t: int, deadline: Deadline) -> Follow:
+        why = ""
         while not deadline.passed:
             for cluster in self.company.others():
                 standing = await self.company.standing_of(cluster)
                 if standing is None or standing.t < t:
                     continue
-                results: list[Result] = []
-                at, parent = self.progress.committed_t, self.progress.lineage
+                ours = self.progress.committed_t, self.progress.lineage
                 try:
-                    while at < standing.committed_t and len(results) < _MOST_AT_ONCE:
-                        result = await self.company.result_after(cluster, at)
-                        if result is None or result.call.t <= at:
-                            raise NotTrustedError("it does not keep that round")
-                        proven = read_result(result, self.run_id, self.gate, self.weight_cap)
-                        if proven.roster.parent != parent:
-                            raise NotTrustedError("it has another history")
-                        at, parent = proven.roster.t, proven.lineage
-                        results.append(result)
-                except NotTrustedError as error:
-                    return Follow(
-                        failed=f"cluster {cluster} cannot tell the round after our outer step {at}: {error}"
+                    results = await self.company.results_from(
+                        cluster, *ours, standing.committed_t, _MOST_AT_ONCE
                     )
+                except NotTrustedError as error:
+                    why = str(error)
+                    continue
                 return Follow(results=results, donor=self.company.ranks_of(cluster), found=True)
+            if why:
+                return Follow(failed=why)
             await deadline.sleep(self.timeouts.poll_s)
         return Follow(failed=f"nobody committed outer step {t} in time")
 
@@ -252,7 +249,8 @@ class Lead:
         self.gate.require(presence.cluster_id)
         if presence.lead.peer != peer:  # else who overheard a goodbye could say it again
             raise NotTrustedError(f"{peer} tells the presence of another peer")
-        if presence.cluster_id != self.me and not await self.company.greeted(presence):
+        stranger = presence.state == "archive" or presence.cluster_id == self.me
+        if not stranger and not await self.company.greeted(presence):
             self.rollcalls.forget(presence.cluster_id)
         return self.company.standing()
 
@@ -308,6 +306,9 @@ class Lead:
 
     async def on_result(self, ask: Ask) -> Result:
         return self.result_after(ask.t)
+
+    async def on_state(self) -> StateOffer:
+        return await asyncio.to_thread(self.offer)
 
     async def on_follow(self, ask: Ask) -> Follow:
         following = self._followed.get(ask.t)

@@ -1,11 +1,15 @@
 """How a round ended, as the training loop gets it."""
 
+import concurrent.futures
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2p_dilocox.outer import Average
 
-__all__ = ["OuterStep", "Outcome"]
+__all__ = ["OuterStep", "Outcome", "Round"]
+
+_GLANCE_S = 0.2  # how often a waiting training loop looks whether it should leave
 
 
 @dataclass(frozen=True)
@@ -44,3 +48,25 @@ class Outcome:
     failed: bool = False  # this cluster cannot go on from its state
     drifted: bool = False  # because its anchor is not that of the others
     notes: list[str] = field(default_factory=list)  # who was left out and why
+
+
+class Round:
+    """A round in the background."""
+
+    def __init__(self, t: int, future: "concurrent.futures.Future[Outcome]") -> None:
+        self.t = t
+        self._future = future
+
+    def ready(self) -> bool:
+        return self._future.done()
+
+    def wait(self, give_up: Callable[[], bool]) -> Outcome | None:
+        """The outcome, or None once `give_up` says so. Never raises
+        because a peer died, never later than the deadline."""
+        while True:
+            try:
+                return self._future.result(_GLANCE_S)
+            except concurrent.futures.TimeoutError:
+                if give_up():
+                    self._future.cancel()
+                    return None

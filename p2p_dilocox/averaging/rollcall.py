@@ -196,7 +196,8 @@ class RollCalls:
         if ready.protocol != PROTOCOL:
             return CallReply(refused=f"protocol {ready.protocol} here, {PROTOCOL} there: update dilocox-peer")
         if ready.spec != self.spec_digest:
-            return CallReply(refused="another run spec: fetch it again with a fresh --state-dir")
+            specs = f"{ready.spec[:12]} there, {self.spec_digest[:12]} here"
+            return CallReply(refused=f"another run spec ({specs}): fetch it with a fresh --state-dir")
         self.gate.require(ready.cluster_id)
         if ready.weight > self.weight_cap:
             most = f"{self.weight_cap:.4g} at most are possible"

@@ -6,7 +6,6 @@ start, ready, wait.
 """
 
 import asyncio
-import concurrent.futures
 import statistics
 import time
 from collections import deque
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from p2p_dilocox.averaging.butterfly import Averaging
@@ -30,7 +28,7 @@ from p2p_dilocox.averaging.fault import Aborted, MemberFault, forget_frames
 from p2p_dilocox.averaging.kept import KeptRounds
 from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.offer import Offer
-from p2p_dilocox.averaging.outcome import Outcome, OuterStep
+from p2p_dilocox.averaging.outcome import Outcome, OuterStep, Round
 from p2p_dilocox.averaging.rollcall import Roster, read_call
 from p2p_dilocox.averaging.service import ExchangeKey, Service
 from p2p_dilocox.errors import ClusterError, DriftedError
@@ -45,13 +43,11 @@ from p2p_dilocox.swarm.messages import (
     RankAddress,
     Result,
     StageDone,
-    peer_of_stage,
 )
 from p2p_dilocox.swarm.patience import within
 
-__all__ = ["Round", "Rounds", "codec_thread"]
+__all__ = ["Rounds"]
 
-_GLANCE_S = 0.2  # how often a waiting training loop looks whether it should leave
 _ATTEMPTS = 4
 _PAUSE_S = 0.5
 _PACE_OF = 9  # committed rounds that say how long one usually takes
@@ -67,34 +63,6 @@ class _Averaged:
     own: Average
     chunks: dict[int, list[bytes]]
     seconds: float
-
-
-class Round:
-    """A round in the background."""
-
-    def __init__(self, t: int, future: "concurrent.futures.Future[Outcome]") -> None:
-        self.t = t
-        self._future = future
-
-    def ready(self) -> bool:
-        return self._future.done()
-
-    def wait(self, give_up: Callable[[], bool]) -> Outcome | None:
-        """The outcome, or None once `give_up` says so. Never raises
-        because a peer died, never later than the deadline."""
-        while True:
-            try:
-                return self._future.result(_GLANCE_S)
-            except concurrent.futures.TimeoutError:
-                if give_up():
-                    self._future.cancel()
-                    return None
-
-
-def codec_thread() -> ThreadPoolExecutor:
-    """One thread with one torch thread: matrix products give other
-    bits with another number of threads (measured)."""
-    return ThreadPoolExecutor(1, "codec", initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Rounds:
@@ -119,12 +87,14 @@ class Rounds:
         timeouts: Timeouts,
         weight_cap: float,
         codec: ThreadPoolExecutor,
+        kept: KeptRounds,
     ) -> None:
         self._loop, self.service, self._outer, self.layouts = loop, service, outer, layouts
         self._me, self._lead, self._lead_peer = me, lead, lead_peer
         self._progress, self._timeouts, self._codec = progress, timeouts, codec
         self._weight_cap = weight_cap
-        self.kept = KeptRounds()
+        self.kept = kept
+        self._unkept: list[str] = []
         self._voted: dict[str, _Averaged] = {}  # by key of the roll call: we said yes, others perhaps no
         self._open: list[ExchangeKey] = []
         self._pace: deque[float] = deque(maxlen=_PACE_OF)
@@ -140,9 +110,21 @@ class Rounds:
         deadline = Deadline(self._timeouts.round_s)
         return self._launch(t, self._follow(t, deadline, self.service.traffic.received))
 
-    def _launch(self, t: int, body: Coroutine[Any, Any, Outcome]) -> Round:
+    def adopt(self, results: list[Result], donor: list[RankAddress], limit_s: float) -> Round:
+        """Fetch rounds that were committed without us, one after the other from our lineage on. Their outcome
+        is `failed` if the donor does not give them."""
+        return self._launch(results[-1].call.t, self._adopt_all(results, donor), limit_s)
+
+    async def _adopt_all(self, results: list[Result], donor: list[RankAddress]) -> Outcome:
+        received = self.service.traffic.received
+        steps = [await self._adopt(result, donor) for result in results]
+        received = self.service.traffic.received - received
+        return Outcome(results[-1].call.t, steps, received_bytes=received, notes=self._notes())
+
+    def _launch(self, t: int, body: Coroutine[Any, Any, Outcome], limit_s: float | None = None) -> Round:
+        limit_s = limit_s or 3 * self._timeouts.round_s
+
         async def bounded() -> Outcome:
-            limit_s = 3 * self._timeouts.round_s
             try:
                 return await within(body, limit_s)  # each wait has its own limit; this one is the last
             except (ClusterError, *CALL_FAILED) as error:
@@ -185,7 +167,7 @@ class Rounds:
             if decision.outcome == "committed" and averaged is not None:
                 reach("committed", t)
                 self._pace.append(averaged.seconds)
-                steps = [self._keep(roster, decision.digest, done, averaged)]
+                steps = [await self._keep(roster, decision.digest, done, averaged)]
                 break
             reason = decision.reason or done.reason
             await deadline.sleep(_PAUSE_S)  # for whoever is gone to be seen as gone
@@ -358,22 +340,24 @@ class Rounds:
         roster, voted = proven.roster, self._voted.get(proven.roster.key)
         if voted and any(round_digest(chunks) != proven.digests[s] for s, chunks in voted.chunks.items()):
             voted = None
+        if voted is not None:
+            await self._remember(roster.t, result, voted.chunks)
+            return self._step(roster, proven.digest, proven.digests, voted.average, voted.own)
         averages, chunks = [], {}
-        for stage, layouts in self.layouts.items() if voted is None else ():
+        for stage, layouts in self.layouts.items():
             layout = layouts.at(roster.t, *roster.lowrank[stage : stage + 1])
             division = Division(layout, roster, self._outer.spec.compression.gather_up_to)
-            peer = peer_of_stage(donor, stage) or self._lead_peer
-            chunks[stage] = await fetch_average(self.service, peer, result, stage, division)
+            kept = await asyncio.to_thread(self.kept.verified, roster.t, stage, proven.digests[stage])
+            chunks[stage] = kept or await fetch_average(self.service, donor, result, stage, division)
             averages.append(
                 await self._compute(partial(decode_average, self._outer, division, chunks[stage]))
             )
-        self.kept.remember(roster.t, result, chunks if voted is None else voted.chunks)
-        average, own = (merged(averages), None) if voted is None else (voted.average, voted.own)
-        return self._step(roster, proven.digest, proven.digests, average, own)
+        await self._remember(roster.t, result, chunks)
+        return self._step(roster, proven.digest, proven.digests, merged(averages), None)
 
-    def _keep(self, roster: Roster, digest: str, done: StageDone, averaged: _Averaged) -> OuterStep:
+    async def _keep(self, roster: Roster, digest: str, done: StageDone, averaged: _Averaged) -> OuterStep:
         result = self._lead.result_of(roster.t, roster.attempt) if self._lead is not None else None
-        self.kept.remember(roster.t, result, averaged.chunks)
+        await self._remember(roster.t, result, averaged.chunks)
         digests = {int(s): d for s, d in done.digests.items()}
         return self._step(roster, digest, digests, averaged.average, averaged.own)
 
@@ -386,7 +370,15 @@ class Rounds:
         )  # fmt: skip
 
     def _notes(self) -> list[str]:
-        return self._lead.notes() if self._lead is not None else []
+        notes, self._unkept = self._unkept, []
+        return notes + (self._lead.notes() if self._lead is not None else [])
+
+    async def _remember(self, t: int, result: Result | None, chunks: dict[int, list[bytes]]) -> None:
+        """Before the training loop hears of it: what is committed survives us."""
+        try:
+            await asyncio.to_thread(self.kept.remember, t, result, chunks)
+        except OSError as error:
+            self._unkept.append(f"the round of outer step {t} is not on disk: {error.strerror}")
 
     @property
     def _patience_s(self) -> float:

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol, TypeVar
 
+import msgspec
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.servicer import ServicerBase, StubBase
 
@@ -28,6 +29,7 @@ from p2p_dilocox.swarm.messages import (
     Result,
     StageDone,
     Standing,
+    StateOffer,
     Votes,
     unpack,
 )  # fmt: skip
@@ -44,7 +46,7 @@ _SLICE_BYTES = 1 << 18
 _MOST_FRAME_BYTES = 1 << 22
 _CLOSED_KEPT = 256
 _MAX_STREAMS = 64  # open at once by one peer
-_MAX_SNAPSHOTS = 2  # made at once: each is a copy of the state in memory
+_MAX_READS = 8  # pieces of a state that are in memory at once, on their way to joiners
 M = TypeVar("M", bound=Message)
 
 
@@ -62,6 +64,7 @@ class Desk(Protocol):
     async def on_standing(self) -> Standing: ...
     async def on_result(self, ask: Ask) -> Result: ...
     async def on_follow(self, ask: Ask) -> Follow: ...
+    async def on_state(self) -> StateOffer: ...
 
 
 class Service(ServicerBase):
@@ -76,21 +79,22 @@ class Service(ServicerBase):
         *,
         patience_s: float,
         average_of: Callable[[int, int], list[bytes]],
-        snapshot_of: Callable[[int], bytes],
+        piece_of: Callable[[int, int, int], bytes],
         pace: Pace = UNLIMITED,
     ) -> None:
         """patience_s: for a peer that sends or takes nothing, or is ahead of us. average_of(t, stage): the
-        encoded average of a recent round. snapshot_of(stage): the state a joiner needs, see snapshot.py.
+        encoded average of a round. piece_of(t, stage, piece): of the state after outer step t, see states.py.
+        Both read from a disk, in a thread, and raise NotTrustedError for what is not there.
         """
         self.node, self.gate, self._pace = node, gate, pace
         self.traffic = Traffic()
         self.desk: Desk | None = None
         self._own: frozenset[str] = frozenset()
-        self._patience_s, self._average_of, self._snapshot_of = patience_s, average_of, snapshot_of
+        self._patience_s, self._average_of, self._piece_of = patience_s, average_of, piece_of
         self._exchanges: dict[ExchangeKey, asyncio.Future[Exchange]] = {}
         self._closed: deque[ExchangeKey] = deque(maxlen=_CLOSED_KEPT)
         self._streams: Counter[str] = Counter()
-        self._snapshots = asyncio.Semaphore(_MAX_SNAPSHOTS)
+        self._reads = asyncio.Semaphore(_MAX_READS)
 
     async def start(self, cluster_peers: list[str]) -> None:
         """cluster_peers: of the ranks of our own cluster, the only ones whose internal questions are
@@ -101,7 +105,7 @@ class Service(ServicerBase):
         for name, handle in (
             ("exchange", self._on_exchange),
             ("average", self._on_average),
-            ("snapshot", self._on_snapshot),
+            ("state", self._on_state),
         ):
             await serve(self.node.p2p, self._stream_name(name), handle, self._pace)
 
@@ -126,6 +130,10 @@ class Service(ServicerBase):
     async def rpc_result(self, request: Ask, context: P2PContext) -> Result:
         self._admit(request.shown, context.remote_id)
         return await self._desk().on_result(request)
+
+    async def rpc_state(self, request: Ask, context: P2PContext) -> StateOffer:
+        self._admit(request.shown, context.remote_id)
+        return await self._desk().on_state()
 
     async def rpc_call(self, request: Ask, context: P2PContext) -> CallReply:
         self._require_own(context)
@@ -159,12 +167,12 @@ class Service(ServicerBase):
         return await self._ask(peer, "exchange", opening.pack())
 
     async def fetch(self, peer: str, what: str, ask: Ask, most_bytes: int) -> AsyncIterator[bytes]:
-        """`what` ("average" or "snapshot") of a peer, piece by piece.
+        """`what` ("average" or a piece of a "state") of a peer, frame by frame.
 
         Raises NotTrustedError if it sends more than most_bytes, Silent, Refused or ConnectionError if it
         stops.
         """
-        question = Ask(t=ask.t, attempt=ask.attempt, stage=ask.stage, shown=self.gate.own)
+        question = msgspec.structs.replace(ask, shown=self.gate.own)
         stream, received = await self._ask(peer, what, question.pack()), 0
         try:
             while True:
@@ -210,17 +218,16 @@ class Service(ServicerBase):
         ask = await self._question(stream, Ask)
         self._admit(ask.shown, stream.peer)
         with self._counted(stream):
-            for chunk in self._average_of(ask.t, ask.stage):
+            for chunk in await asyncio.to_thread(self._average_of, ask.t, ask.stage):
                 await stream.send(Frame.DATA, chunk, self._patience_s)
             await stream.send(Frame.END, b"", self._patience_s)
 
-    async def _on_snapshot(self, stream: Stream) -> None:
+    async def _on_state(self, stream: Stream) -> None:
         ask = await self._question(stream, Ask)
         self._admit(ask.shown, stream.peer)
         with self._counted(stream):
-            async with self._snapshots:
-                state = await asyncio.get_running_loop().run_in_executor(None, self._snapshot_of, ask.stage)
-                view = memoryview(state)
+            async with self._reads:
+                view = memoryview(await asyncio.to_thread(self._piece_of, ask.t, ask.stage, ask.piece))
                 for start in range(0, len(view), _SLICE_BYTES):
                     await stream.send(Frame.DATA, bytes(view[start : start + _SLICE_BYTES]), self._patience_s)
             await stream.send(Frame.END, b"", self._patience_s)

@@ -1,200 +1,246 @@
-"""Checkpoints of a cluster: one safetensors file per rank,
-complete or absent, newest first when it comes back.
+"""Checkpoints of a cluster as they are written: in the background, complete or absent.
 
-STATE/checkpoints/step-<t>/rank<r>.safetensors   parameters, inner and outer optimizer, what was not delivered
-STATE/checkpoints/step-<t>/manifest.json         written last, with each file's sha256: without it the step
-is not there
+STATE/checkpoints/step-<t>+<n>/   after outer step t and n inner steps; without +n right after the outer step.
+                                  A whole outer step after t counts as the most that it may have
+    stage<j>.safetensors          anchor, outer momentum, basis: equal on all clusters, what joiners fetch
+    rank<r>.safetensors           parameters, inner optimizer, what was not delivered: this cluster's own
+    offer                         that outer step t was committed, and our signature on the stages' files
+    manifest.json                 where training goes on, and the sha256 of each file's pieces
+    manifest.sha256               of manifest.json and offer, for `sha256sum -c`
+
+All ranks of a cluster write into one directory with a name of its own, and rank 0 gives it its real name
+once all are done. They wait for each other by files, so that nobody's training waits for a disk.
 """
 
+import errno
 import hashlib
-import json
 import os
-import re
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+import msgspec
 from torch import Tensor
 
-from p2p_dilocox.errors import StateError
-from p2p_dilocox.events import Checkpointed, Warned
+from p2p_dilocox.averaging.kept import KeptRounds
+from p2p_dilocox.averaging.snapshot import snapshot_file, take_snapshot
+from p2p_dilocox.averaging.states import OFFER, make_offer, stage_file, steps_in
+from p2p_dilocox.events import Checkpointed, CheckpointFailed, Event
+from p2p_dilocox.pieces import FileDigest
+from p2p_dilocox.swarm.identity import SigningKey
+from p2p_dilocox.tensor_file import write_tensors
 from p2p_dilocox.trainer import Rank
 
-__all__ = ["CheckpointStore", "Saved", "anchors", "load_rank", "newest", "newest_first"]
+__all__ = ["OUTER_OWN", "PARTIAL", "SUMS", "CheckpointStore", "Manifest", "Place", "names_of_stages"]
 
-_OUTER = ("anchor", "momentum", "second_moment", "own_momentum", "undelivered", "counted", "basis")
-_PARTIAL = ".partial-"
-_STEP = re.compile(r"step-(\d{1,9})")
+OUTER_OWN = ("own_momentum", "undelivered", "counted")  # this cluster's alone
+PARTIAL = ".partial-"
+SUMS = "manifest.sha256"
+_OTHERS_S = 600.0  # rank 0 waits so long for the files of the others
+_LOOK_S = 0.05
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where training goes on: outer step t, h of its inner steps done; outer_t, lineage, members: of the last
+    committed round."""
+
+    t: int
+    h: int
+    unsent_tokens: int
+    outer_t: int
+    lineage: str
+    members: list[str]
+    num_ranks: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """spec: digest of the run spec, which ties a checkpoint to its run."""
+
+    spec: str
+    place: Place
+    files: dict[str, FileDigest]
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint. `place`: t and h to go on from, the
-    outer state's t, lineage and members."""
+class _Content:
+    """Copies in main memory: training goes on meanwhile. files: name -> tensors, metadata."""
 
-    path: Path
-    place: dict[str, object]
+    name: str
+    place: Place
+    files: dict[str, tuple[dict[str, Tensor], dict[str, str]]]
 
 
 class CheckpointStore:
-    """Saves a rank; all ranks of a cluster call `save` at the same
-    step. `spec_digest` ties a checkpoint to its run."""
+    """Saves a rank; all ranks of a cluster call `save` at the same step. keep: complete ones on disk.
+    inner_steps: the most that an outer step of the run may have."""
 
-    def __init__(self, directory: Path, spec_digest: str, keep: int) -> None:
-        self.directory, self._spec_digest, self._keep = directory, spec_digest, keep
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        spec_digest: str,
+        keep: int,
+        inner_steps: int,
+        key: SigningKey,
+        kept: KeptRounds,
+        report: Callable[[Event], None],
+    ) -> None:
+        self.directory, self._keep, self._inner_steps = directory, keep, inner_steps
+        self._run_id, self._spec_digest, self._key, self._kept = run_id, spec_digest, key, kept
+        self._report = report
+        self._writer: threading.Thread | None = None
+        self._failed = 0
 
     def set_aside(self) -> Path:
         """Keep all checkpoints, but resume from none of them. Returns where they are now."""
+        self.wait(_OTHERS_S)
+        self._kept.forget_after(0)
         number = 1
-        while (aside := self.directory.with_name(f"{self.directory.name}-drifted-{number}")).exists():
+        while (aside := self.directory.with_name(f"{self.directory.name}-aside-{number}")).exists():
             number += 1
         if self.directory.exists():
             self.directory.rename(aside)
         return aside
 
     def save(self, rank: Rank) -> None:
-        """Write this rank's file; rank 0 completes the step once all files are there.
+        """Copy this rank's state to main memory and write it in the background; one at a time.
 
-        If one cannot be written, the disk is full say, the step is not kept, the earlier ones stay, and
+        If it cannot be written, the disk is full say, the step is not kept, the earlier ones stay, and
         training goes on with a warning.
         """
         started = time.monotonic()
-        partial = self.directory / f"{_PARTIAL}{rank.outer.t}"
-        name = f"rank{rank.index}.safetensors"
-        content = save(_tensors(rank))
-        digest = ""
+        after = (rank.t - 1 - rank.outer.t) * self._inner_steps + rank.h
+        name = f"step-{rank.outer.t}" + (f"+{after}" if after > 0 else "")
+        if self._writer is not None and self._writer.is_alive():
+            self._refuse(self.directory / f"{PARTIAL}{name}", rank.index)
+            self._fail(rank.index, rank.outer.t, "the last one is still being written")
+            return
+        content = _Content(name, _place(rank), _copies(rank))
+        self._writer = threading.Thread(
+            target=self._write, args=(content, rank.index, started), name="checkpoint"
+        )
+        self._writer.start()
+
+    def wait(self, limit_s: float = _OTHERS_S) -> None:
+        """Until what is being written is there, or is given up."""
+        if self._writer is not None:
+            self._writer.join(limit_s)
+
+    def _write(self, content: _Content, rank: int, started: float) -> None:
+        partial = self.directory / f"{PARTIAL}{content.name}"
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            _write_synced(partial / name, content)
-            digest = hashlib.sha256(content).hexdigest()
-        except OSError as error:
-            self._warn(rank, error)
-        everywhere = rank.pipeline.gather(json.dumps([name, digest]).encode())
-        if rank.index != 0:
-            return
-        files = dict(json.loads(answer) for answer in everywhere)
-        try:
-            if all(files.values()):
-                step = self._complete(rank, partial, files)
+            files = {}
+            while content.files:
+                name, (tensors, metadata) = content.files.popitem()
+                files[name] = write_tensors(partial / name, tensors, metadata)
+            _write_synced(partial / f".rank{rank}.json", msgspec.json.encode(files))
+            if rank == 0:
+                step = self._complete(content, partial)
                 seconds = time.monotonic() - started
-                rank.report(Checkpointed(rank=0, t=rank.outer.t, path=str(step), seconds=seconds))
+                self._report(Checkpointed(rank=0, t=content.place.outer_t, path=str(step), seconds=seconds))
         except OSError as error:
-            self._warn(rank, error)
-        for leftover in self.directory.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                self._refuse(partial, rank)
+            self._fail(rank, content.place.outer_t, f"{error.strerror} ({self.directory})")
 
-    def _complete(self, rank: Rank, partial: Path, files: dict[str, str]) -> Path:
-        manifest = {"spec": self._spec_digest, "files": files, "place": _place(rank)}
-        _write_synced(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
-        step = self.directory / f"step-{rank.outer.t}"
-        if step.exists():  # of the same outer step, some inner steps earlier
-            step.rename(self.directory / f"{_PARTIAL}before-{rank.outer.t}")
+    def _complete(self, content: _Content, partial: Path) -> Path:
+        """Rank 0: once all ranks have written theirs. Raises OSError."""
+        files = _gather(partial, content.place.num_ranks)
+        step = self.directory / content.name
+        if (step / "manifest.json").exists():  # we came back to it, and leave before anything has changed
+            shutil.rmtree(partial, ignore_errors=True)
+            return step
+        proof = self._kept.proof(content.place.outer_t)
+        texts: dict[str, bytes] = {}
+        if proof is not None:
+            stages = {
+                stage: files[stage_file(stage)] for stage in range(len(files)) if stage_file(stage) in files
+            }
+            offer = make_offer(self._key, self._run_id, content.place.lineage, proof, stages)
+            texts[OFFER] = offer.pack()
+        manifest = Manifest(spec=self._spec_digest, place=content.place, files=files)
+        texts["manifest.json"] = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+        sums = [f"{hashlib.sha256(text).hexdigest()}  {name}\n" for name, text in texts.items()]
+        for name, text in {**texts, SUMS: "".join(sums).encode()}.items():
+            _write_synced(partial / name, text)
+        _sync_directory(partial)
         partial.rename(step)
-        for old in _steps(self.directory)[self._keep :]:
+        _sync_directory(self.directory)
+        steps = steps_in(self.directory)
+        for old in steps[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
+        self._kept.prune(min(_outer_t(s) for s in steps[: self._keep]))
         return step
 
-    def _warn(self, rank: Rank, error: OSError) -> None:
-        message = f"no checkpoint of outer step {rank.outer.t}: {error.strerror} ({self.directory})"
-        rank.report(Warned(rank=rank.index, message=message))
-
-
-def newest(directory: Path, spec_digest: str) -> Saved | None:
-    """The newest complete checkpoint of this run whose files have the
-    sha256 of their manifest; None if there is none."""
-    return next(newest_first(directory, spec_digest), None)
-
-
-def newest_first(directory: Path, spec_digest: str) -> Iterator[Saved]:
-    """All such checkpoints."""
-    for step in _steps(directory):
+    def _refuse(self, partial: Path, rank: int) -> None:
+        """Tell rank 0 not to wait for our file; an empty file fits on most full disks."""
         try:
-            manifest = json.loads((step / "manifest.json").read_text())
-            whole = all(_sha256(step / name) == digest for name, digest in manifest["files"].items())
-            if whole and manifest["spec"] == spec_digest:
-                yield Saved(step, manifest["place"])
-        except (OSError, ValueError, KeyError, AttributeError):
-            continue
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / f".rank{rank}.failed").touch()
+        except OSError:
+            pass  # rank 0 gives up in time
+
+    def _fail(self, rank: int, t: int, why: str) -> None:
+        self._failed += 1
+        message = f"no checkpoint of outer step {t}: {why}. Earlier ones stay, training goes on"
+        self._report(CheckpointFailed(rank=rank, t=t, failed=self._failed, message=message))
 
 
-def load_rank(saved: Saved, rank: Rank) -> None:
-    """Put a checkpoint back. Raises StateError if it was made by a cluster of another shape."""
-    path = saved.path / f"rank{rank.index}.safetensors"
-    try:
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError) as error:
-        raise StateError(f"cannot read {path}: {error}") from error
-    inner: dict[str, Tensor] = {}
-    targets: dict[str, Tensor] = {f"theta/{n}": p for n, p in rank.pipeline.parameters.items()}
-    for part in _OUTER:
-        targets |= {f"{part}/{n}": t for n, t in getattr(rank.outer, part).items()}
-    targets |= {f"local/{n}": t for n, t in (rank.local.tensors() if rank.local else {}).items()}
-    for name, tensor in tensors.items():
-        if name.startswith("inner/"):
-            inner[name.removeprefix("inner/")] = tensor
-        elif name not in targets or targets[name].shape != tensor.shape:
-            raise StateError(
-                f"{path} has {name}, which does not fit this cluster. Use the --devices it was made with."
-            )
-        else:
-            with torch.no_grad():
-                targets.pop(name).copy_(tensor)
-    if targets:
-        raise StateError(f"{path} lacks {min(targets)}. Use the --devices this checkpoint was made with.")
-    rank.inner.load_state(inner)
-    rank.pipeline.sync_tied_()
-    place, outer = saved.place, rank.outer
-    outer.t, outer.lineage = int(str(place["outer_t"])), str(place["lineage"])
-    outer.members = [str(m) for m in place["members"]]  # type: ignore[attr-defined]
-    rank.t, rank.h = int(str(place["t"])), int(str(place["h"]))
-    rank.unsent_tokens = int(str(place["unsent_tokens"]))
+def _gather(partial: Path, num_ranks: int) -> dict[str, FileDigest]:
+    """What each rank says of its files. Raises OSError if one has failed, or is silent for too long."""
+    deadline = time.monotonic() + _OTHERS_S
+    files: dict[str, FileDigest] = {}
+    for rank in range(num_ranks):
+        said = partial / f".rank{rank}.json"
+        while not said.exists():
+            if (partial / f".rank{rank}.failed").exists():
+                raise OSError(errno.EIO, f"rank {rank} could not write its part")
+            if time.monotonic() > deadline:
+                raise OSError(errno.ETIMEDOUT, f"rank {rank} has not written its part in {_OTHERS_S:.0f} s")
+            time.sleep(_LOOK_S)
+        files |= msgspec.json.decode(said.read_bytes(), type=dict[str, FileDigest])
+        said.unlink()
+    return dict(sorted(files.items()))
 
 
-def anchors(saved: Saved) -> dict[str, Tensor]:
-    """The whole model's anchor, float32 by parameter name, from all ranks' files."""
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(saved.path.glob("rank*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                if name.startswith("anchor/"):
-                    tensors[name.removeprefix("anchor/")] = file.get_tensor(name)
-    return tensors
+def _copies(rank: Rank) -> dict[str, tuple[dict[str, Tensor], dict[str, str]]]:
+    own = {f"theta/{n}": _copy(p) for n, p in rank.pipeline.parameters.items()}
+    for part in OUTER_OWN:
+        own |= {f"{part}/{n}": _copy(t) for n, t in getattr(rank.outer, part).items()}
+    own |= {f"local/{n}": _copy(t) for n, t in (rank.local.tensors() if rank.local else {}).items()}
+    own |= {f"inner/{n}": _copy(t) for n, t in rank.inner.state().items()}
+    files: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {f"rank{rank.index}.safetensors": (own, {})}
+    for stage, names in names_of_stages(rank.pipeline.stage_of).items():
+        files[stage_file(stage)] = snapshot_file(take_snapshot(rank.outer, names))
+    return files
 
 
-def _tensors(rank: Rank) -> dict[str, Tensor]:
-    tensors = {f"theta/{n}": p.detach().cpu().contiguous() for n, p in rank.pipeline.parameters.items()}
-    for part in _OUTER:
-        tensors |= {f"{part}/{n}": t.cpu().contiguous() for n, t in getattr(rank.outer, part).items()}
-    local = rank.local.tensors() if rank.local else {}
-    tensors |= {f"local/{n}": t.cpu().contiguous() for n, t in local.items()}
-    return tensors | {f"inner/{n}": t.cpu().contiguous() for n, t in rank.inner.state().items()}
+def names_of_stages(stage_of: Mapping[str, int]) -> dict[int, list[str]]:
+    """Per stage its parameters, in the order of the model."""
+    return {s: [n for n in stage_of if stage_of[n] == s] for s in sorted(set(stage_of.values()))}
 
 
-def _place(rank: Rank) -> dict[str, object]:
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _place(rank: Rank) -> Place:
     outer = rank.outer
-    return {
-        "t": rank.t, "h": rank.h, "unsent_tokens": rank.unsent_tokens,
-        "outer_t": outer.t, "lineage": outer.lineage, "members": outer.members,
-    }  # fmt: skip
+    return Place(
+        t=rank.t, h=rank.h, unsent_tokens=rank.unsent_tokens, outer_t=outer.t, lineage=outer.lineage,
+        members=outer.members, num_ranks=rank.pipeline.num_ranks,
+    )  # fmt: skip
 
 
-def _steps(directory: Path) -> list[Path]:
-    """Checkpoint directories, newest first."""
-    if not directory.is_dir():
-        return []
-    found = [(int(m[1]), p) for p in directory.iterdir() if (m := _STEP.fullmatch(p.name))]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _outer_t(step: Path) -> int:
+    return int(step.name.removeprefix("step-").split("+")[0])
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -202,3 +248,11 @@ def _write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

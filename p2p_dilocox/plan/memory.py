@@ -7,7 +7,6 @@ memory ("host"); where a CPU trains all rows are "host".
 import math
 from dataclasses import dataclass
 
-from p2p_dilocox.averaging.kept import MOST_BYTES, MOST_ROUNDS
 from p2p_dilocox.compression import Layout, is_lowrank, matrix_shape
 from p2p_dilocox.plan.activations import in_flight, step_bytes
 from p2p_dilocox.plan.cluster import Cluster
@@ -130,7 +129,6 @@ def _round_rows(
     gathers = clusters <= max(1, compression.gather_up_to)
     coded = [layout.coded_bytes() for layout in layouts]
     average = sum(clusters * c.contribution if gathers else c.average for c in coded)
-    rounds = max(1, min(MOST_ROUNDS, spec.run.outer_steps, MOST_BYTES // max(1, average)))
     matrices = [
         matrix_shape(shape)
         for name, shape in shapes.items()
@@ -142,5 +140,5 @@ def _round_rows(
         Row("averaging: vectors", size * (3 * values + (0 if gathers else values // clusters)), "host"),
         Row("averaging: factors", size * r * sum(m for m, _ in matrices), device),
         Row("averaging: basis", 4 * r * sum(n for _, n in matrices), "host"),
-        Row("averaging: kept rounds", average * rounds, "host"),
+        Row("averaging: last round, kept", average, "host"),
     ]

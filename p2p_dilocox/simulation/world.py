@@ -19,13 +19,12 @@ from torch import Tensor
 
 from p2p_dilocox.adapting import build_adapting
 from p2p_dilocox.anchor_mean import build_anchor_mean
-from p2p_dilocox.averaging.coded import StageLayouts
+from p2p_dilocox.averaging.coded import StageLayouts, codec_thread
 from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
-from p2p_dilocox.averaging.round import codec_thread
-from p2p_dilocox.averaging.snapshot import read_snapshot, write_snapshot
+from p2p_dilocox.averaging.snapshot import snapshot_bytes, take_snapshot
 from p2p_dilocox.data import Batches
 from p2p_dilocox.data.tokens import Corpus
 from p2p_dilocox.events import Evaluated, Event, InnerStep, StepSkipped
@@ -118,7 +117,7 @@ class _Cluster:
             batches=Batches(corpus, spec, self.place.cluster_id), progress=Progress(),
             history=self.world.history(self.place.cluster_id, list(self.layouts)),
             checkpoints=cast(Any, SimpleNamespace(save=lambda _rank: None)),
-            wish=Wish(), report=self._report, lock=threading.Lock(),
+            wish=Wish(), report=self._report,
         )  # fmt: skip
 
     def take_turn(self) -> None:
@@ -180,9 +179,8 @@ class _Cluster:
         if donor is None:
             return
         for names in self.names.values():
-            data = write_snapshot(donor.rank.outer, names)
-            self.now_s += self.place.link.transfer_s(0, len(data))
-            read_snapshot(data, rank.outer, names).load_into(rank.outer)
+            self.now_s += self.place.link.transfer_s(0, snapshot_bytes(rank.outer, names))
+            take_snapshot(donor.rank.outer, names).load_into(rank.outer)
         rank.outer.reset_(rank.pipeline.parameters)
         rank.progress.move_to(rank.outer.t, rank.outer)
         rank.t, rank.h = donor.rank.t, min(donor.rank.h, donor.rank.H - 1)

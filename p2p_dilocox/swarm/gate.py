@@ -6,9 +6,14 @@ from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import Pass, open_sealed, seal
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "allowed_with"]
 
 _REMEMBERED = 4096
+
+
+def allowed_with(members: tuple[str, ...], organiser: str) -> tuple[str, ...]:
+    """Who is answered in a run of these members: they, and the organiser's archive. None named: everyone."""
+    return (*members, organiser) if members else ()
 
 
 class Gate:

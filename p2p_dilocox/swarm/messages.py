@@ -10,11 +10,13 @@ from typing import Annotated, Literal, Self, TypeVar
 import msgspec
 
 from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.pieces import FileDigest
 from p2p_dilocox.swarm.identity import SigningKey, cluster_id_of, is_signed_by
 
 __all__ = [
     "PROTOCOL", "Ask", "Call", "CallReply", "DataClaim", "Decision", "Envelope", "Follow", "Message",
-    "Opening", "Pass", "Presence", "RankAddress", "Ready", "Result", "StageDone", "Standing", "Vote", "Votes",
+    "Opening", "Pass", "Presence", "RankAddress", "Ready", "Result", "StageDone", "Standing", "StateClaim",
+    "StateOffer", "Vote", "Votes",
     "open_sealed", "peer_of_stage", "seal", "unpack",
 ]  # fmt: skip
 
@@ -75,7 +77,7 @@ class DataClaim(Message, frozen=True, kw_only=True):
 
 class Presence(Message, frozen=True, kw_only=True):
     """A cluster's heartbeat. `t`: last outer step it took; `h`: inner steps since. `state`: joining,
-    training, paused, left.
+    training, paused, left; archive: it trains nothing, it keeps states.
 
     `since`: Unix time at which it came; of two machines with one identity the later one has to go.
     """
@@ -85,7 +87,7 @@ class Presence(Message, frozen=True, kw_only=True):
     ranks: Ranks
     t: Count
     h: Count
-    state: Annotated[str, msgspec.Meta(pattern=r"^(joining|training|paused|left)\Z")]
+    state: Annotated[str, msgspec.Meta(pattern=r"^(joining|training|paused|left|archive)\Z")]
     loss: float
     tokens_per_s: Measure
     tokens: Count
@@ -175,7 +177,7 @@ class Pass(Message, frozen=True, kw_only=True):
 
 
 class Ask(Message, frozen=True, kw_only=True):
-    """A question about outer step t: its attempt or its stage, where the question has one.
+    """A question about outer step t: its attempt, its stage, a piece of the stage's file, where it has one.
 
     `shown`: the sealed Pass of the asker, empty between ranks of one cluster.
     """
@@ -183,6 +185,7 @@ class Ask(Message, frozen=True, kw_only=True):
     t: Count = 0
     attempt: Count = 0
     stage: Count = 0
+    piece: Count = 0
     shown: SealedBytes = b""
 
 
@@ -291,6 +294,28 @@ class Standing(Message, frozen=True, kw_only=True):
     lineage: Digest
     members: Annotated[list[ClusterId], msgspec.Meta(max_length=256)]
     in_flight: Count
+
+
+class StateClaim(Message, frozen=True, kw_only=True):
+    """A cluster's word for the state after outer step t: the root (pieces.py) of each stage's file."""
+
+    cluster_id: ClusterId
+    t: Count
+    lineage: Digest
+    roots: Annotated[dict[str, Digest], msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class StateOffer(Message, frozen=True, kw_only=True):
+    """A state that a cluster or an archive can serve: that of outer step t, which `result` proves.
+
+    `files`: by stage. `claims`: sealed, of all clusters that the sender knows to have this state.
+    """
+
+    t: Count
+    lineage: Digest
+    result: Result
+    files: Annotated[dict[str, FileDigest], msgspec.Meta(min_length=1, max_length=4096)]
+    claims: Annotated[list[SealedBytes], msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Sealed(Message, frozen=True, kw_only=True):

@@ -13,13 +13,16 @@ from functools import partial
 from pathlib import Path
 
 from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.proto.dht_pb2 import NodeInfo, PingRequest
 from hivemind.utils import get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 
 from p2p_dilocox.errors import LinkError, NotTrustedError, UnreachableError
 from p2p_dilocox.swarm.calls import survive_cancelled_calls
+from p2p_dilocox.swarm.clock import refused_for_its_clock
+from p2p_dilocox.swarm.dialling import DIAL_S, dial_all
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.keys import clusters_key, run_key
 from p2p_dilocox.swarm.messages import Presence, open_sealed, seal
@@ -30,7 +33,6 @@ from p2p_dilocox.swarm.signed import SignedRun
 
 __all__ = ["Node"]
 
-_DIAL_S = 10.0  # per address; several addresses are dialled at once
 _DHT_S = 10.0
 
 
@@ -43,6 +45,8 @@ class Node:
         self.p2p = p2p
         self.dht = dht
         self.peer_id = str(p2p.peer_id)
+        self.unreachable: dict[str, str] = {}  # address of the link -> why it could not be dialled
+        self._entries: tuple[str, ...] = ()
 
     @classmethod
     async def start(
@@ -85,7 +89,7 @@ class Node:
                 ) from error
         survive_cancelled_calls(p2p)
         try:
-            reachable = await _dial_all(p2p, initial_peers)
+            reachable, unreachable = await dial_all(p2p, initial_peers)
             dht = await DHTNode.create(
                 p2p=p2p,
                 initial_peers=reachable,
@@ -98,11 +102,12 @@ class Node:
             if isinstance(error, RuntimeError):
                 raise UnreachableError(f"no peer of the link answers as part of a swarm: {error}") from error
             if type(error).__name__ == "ValidationError":
-                raise UnreachableError(
-                    f"the swarm does not accept this machine: {error}. Is its clock right (NTP)?"
-                ) from error
+                why = refused_for_its_clock(str(error)) or f"the swarm does not accept this machine: {error}"
+                raise UnreachableError(why) from error
             raise
-        return cls(run_id, p2p, dht, sockets, bool(host_maddrs))
+        node = cls(run_id, p2p, dht, sockets, bool(host_maddrs))
+        node.unreachable, node._entries = unreachable, tuple(initial_peers)
+        return node
 
     async def maddrs(self) -> list[str]:
         """Full multiaddresses, ending in /p2p/<our id>, at which others may dial us."""
@@ -116,7 +121,34 @@ class Node:
             addresses = [
                 Multiaddr(m).decapsulate("/p2p/" + peer) if "/p2p/" in m else Multiaddr(m) for m in maddrs
             ]
-            await within(self.p2p._client.connect(PeerID.from_base58(peer), addresses), _DIAL_S)
+            await within(self.p2p._client.connect(PeerID.from_base58(peer), addresses), DIAL_S)
+
+    async def reattach(self) -> None:
+        """Greet the peers of the link again: one that was away and is back takes part in the DHT then."""
+        entries: dict[str, list[str]] = {}
+        for maddr in self._entries:
+            entries.setdefault(maddr.rpartition("/p2p/")[2], []).append(maddr)
+        await asyncio.gather(*(self._greet(peer, maddrs) for peer, maddrs in entries.items()))
+
+    async def _greet(self, peer: str, maddrs: list[str]) -> None:
+        with contextlib.suppress(TimeoutError):
+            if await within(self.dht.protocol.call_ping(PeerID.from_base58(peer)), DIAL_S) is None:
+                await self.connect(peer, maddrs)
+                await within(self.dht.protocol.call_ping(PeerID.from_base58(peer)), DIAL_S)
+
+    async def time_at(self, peer: str) -> float | None:
+        """A peer's clock, Unix seconds; None if it does not answer."""
+        try:
+            stub = self.dht.protocol.get_stub(PeerID.from_base58(peer))
+            answer = await stub.rpc_ping(PingRequest(peer=NodeInfo(), validate=False), timeout=_DHT_S)
+        except (TimeoutError, P2PDaemonError, P2PHandlerError, ControlFailure, ConnectionError):
+            return None
+        return float(answer.dht_time) or None
+
+    @property
+    def entry_peers(self) -> list[str]:
+        """The peer ids of the link."""
+        return list(dict.fromkeys(maddr.rpartition("/p2p/")[2] for maddr in self._entries))
 
     async def publish_run(self, signed: SignedRun) -> bool:
         """Store the run spec for RUN_LIFE_S seconds; whoever holds it may refresh it."""
@@ -153,6 +185,13 @@ class Node:
 
     async def sightings(self) -> dict[str, tuple[Presence, float]]:
         """The same, each with the seconds since its last heartbeat."""
+        return {c: s for c, s in (await self._present()).items() if s[0].state not in ("left", "archive")}
+
+    async def archives(self) -> dict[str, Presence]:
+        """Who keeps states and trains nothing, likewise."""
+        return {c: p for c, (p, _) in (await self._present()).items() if p.state == "archive"}
+
+    async def _present(self) -> dict[str, tuple[Presence, float]]:
         try:
             found = await within(self.dht.get(clusters_key(self.run_id), latest=True), _DHT_S)
         except TimeoutError:
@@ -162,9 +201,8 @@ class Node:
             for sealed in found.value.values():
                 with contextlib.suppress(NotTrustedError):
                     presence = open_sealed(sealed.value, self.run_id, Presence)
-                    if presence.state != "left":
-                        left_s = sealed.expiration_time - get_dht_time()
-                        present[presence.cluster_id] = (presence, max(0.0, PRESENCE_LIFE_S - left_s))
+                    left_s = sealed.expiration_time - get_dht_time()
+                    present[presence.cluster_id] = (presence, max(0.0, PRESENCE_LIFE_S - left_s))
         return present
 
     async def close(self) -> None:
@@ -176,44 +214,6 @@ class Node:
 def _p2p_in(sockets: Path) -> type[P2P]:
     """hivemind puts its sockets to p2pd into /tmp and leaves one of them there."""
     return type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
-
-
-async def _dial_all(p2p: P2P, peers: Sequence[str]) -> list[str]:
-    """The peers that could be dialled. Raises UnreachableError with each one's reason if there are none."""
-
-    async def dial(peer: str) -> str | None:
-        maddr = Multiaddr(peer)
-        peer_id = maddr["p2p"]
-        try:
-            await within(
-                p2p._client.connect(PeerID.from_base58(peer_id), [maddr.decapsulate(f"/p2p/{peer_id}")]),
-                _DIAL_S,
-            )
-        except TimeoutError:
-            return f"no answer within {_DIAL_S:.0f} s: the host is down, or a firewall drops the port"
-        except (ControlFailure, P2PDaemonError) as error:
-            return _dial_reason(str(error))
-        return None
-
-    reasons = await asyncio.gather(*(dial(peer) for peer in peers))
-    reachable = [peer for peer, reason in zip(peers, reasons, strict=True) if reason is None]
-    if peers and not reachable:
-        raise UnreachableError(
-            "cannot join: " + "; ".join(f"{p}: {r}" for p, r in zip(peers, reasons, strict=True))
-        )
-    return reachable
-
-
-def _dial_reason(message: str) -> str:
-    if "connection refused" in message:
-        return "connection refused: nobody listens on that port. Is the bootstrap node running?"
-    if "peer id mismatch" in message:
-        return "another peer answers there: the bootstrap node has a new identity. Ask for a new link"
-    if "no route to host" in message or "network is unreachable" in message:
-        return "no route to that host: check the address and your network"
-    if "deadline" in message or "timeout" in message or "backoff" in message:
-        return "no answer in time: the host is down, or a firewall drops the port"
-    return message.strip().splitlines()[-1][:200] if message.strip() else "the connection failed"
 
 
 def _last_line(error: BaseException) -> str:

@@ -167,6 +167,8 @@ def endless_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         state,
         "--listen",
         LOOPBACK,
+        "--archive",
+        "0",
     )
     try:
         yield serve.read_until("dilocox://")

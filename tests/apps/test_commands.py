@@ -47,7 +47,7 @@ def test_the_options_of_every_command_are_frozen() -> None:
             for sub, c in command(name).commands.items()
         }
 
-    assert options("dilocox-bootstrap") == {"serve": "--announce --listen --run --state-dir"}
+    assert options("dilocox-bootstrap") == {"serve": "--announce --archive --listen --run --state-dir"}
     assert options("dilocox-peer") == {
         "check-history": "--json files",
         "compare": "--allreduce-steps --clusters --json --out --processes --quick --run --seeds --steps "
@@ -64,6 +64,7 @@ def test_the_options_of_every_command_are_frozen() -> None:
         "--offload --paper --ranks --schedule --tokens --tokens-per-s --uplink run_file",
         "plot": "--out state_dirs",
         "resume": "--state-dir",
+        "link": "--state-dir",
         "status": "--json --state-dir link",
         "validate": "run_file",
     }

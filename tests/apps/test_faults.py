@@ -27,6 +27,8 @@ def link(start: Start, tmp_path: Path) -> str:
         tmp_path / "boot",
         "--listen",
         LOOPBACK,
+        "--archive",
+        "0",
     )
     return serve.read_until("dilocox://")
 

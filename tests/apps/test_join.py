@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -120,6 +121,27 @@ def test_a_bootstrap_node_that_is_gone_is_named(endless_run: str, tmp_path: Path
     refused = peer("join", gone, "--state-dir", tmp_path / "state")
     assert refused.returncode == 3
     assert "connection refused" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "words"), [(10, "s ahead of the swarm's"), (-10, "s behind the swarm's")]
+)
+def test_a_machine_whose_clock_is_off_is_told_by_how_much(
+    endless_run: str, tmp_path: Path, ahead_s: int, words: str
+) -> None:
+    """S10, field report A2."""
+    arguments = ["join", endless_run, "--state-dir", str(tmp_path / "state")]
+    program = (
+        f"import time; real = time.time; time.time = lambda: real() + {ahead_s}\n"
+        f"from p2p_dilocox.peers.cli import main; main({arguments!r})"
+    )
+    refused = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert refused.returncode == 3, refused.stderr
+    assert words in refused.stderr and "NTP" in refused.stderr
+    assert re.search(r"clock is (10\.\d|9\.[5-9]) s", refused.stderr), refused.stderr
     assert "Traceback" not in refused.stderr
 
 

@@ -24,8 +24,17 @@ def link(start: Start, tmp_path: Path) -> str:
     """Of a run whose rounds may take so long that a test in which one waits for another fails."""
     text = RUN.format(outer_steps=100_000, H=H).replace("round_s = 20.0", "round_s = 900.0")
     (tmp_path / "run.toml").write_text(text)
-    arguments = ["--run", tmp_path / "run.toml", "--state-dir", tmp_path / "boot", "--listen", LOOPBACK]
-    return start("dilocox-bootstrap", "serve", *arguments).read_until("dilocox://")
+    arguments = [
+        "--run",
+        tmp_path / "run.toml",
+        "--state-dir",
+        tmp_path / "boot",
+        "--listen",
+        LOOPBACK,
+        "--archive",
+        "0",
+    ]
+    return start("dilocox-bootstrap", "serve", *arguments, "--archive", "0").read_until("dilocox://")
 
 
 def join(start: Start, link: str, state: Path, devices: str, *more: str) -> Program:

@@ -40,8 +40,17 @@ def serve(tmp_path: Path, start: Start) -> Iterator[Callable[[str], str]]:
     def serve_text(text: str) -> str:
         (tmp_path / "run.toml").write_text(text)
         state = tmp_path / "organiser"
-        arguments = ["--run", tmp_path / "run.toml", "--state-dir", state, "--listen", LOOPBACK]
-        return start("dilocox-bootstrap", "serve", *arguments).read_until("dilocox://")
+        arguments = [
+            "--run",
+            tmp_path / "run.toml",
+            "--state-dir",
+            state,
+            "--listen",
+            LOOPBACK,
+            "--archive",
+            "0",
+        ]
+        return start("dilocox-bootstrap", "serve", *arguments, "--archive", "0").read_until("dilocox://")
 
     yield serve_text
 

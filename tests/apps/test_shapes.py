@@ -35,7 +35,7 @@ def serve(start: Start, directory: Path) -> str:
         "--listen",
         LOOPBACK,
     ]
-    return start("dilocox-bootstrap", "serve", *arguments).read_until("dilocox://")
+    return start("dilocox-bootstrap", "serve", *arguments, "--archive", "0").read_until("dilocox://")
 
 
 def digests_of(state: Path) -> dict[str, str]:

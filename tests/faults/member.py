@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,17 +23,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from p2p_dilocox.averaging.coded import StageLayouts
+from p2p_dilocox.averaging.coded import StageLayouts, codec_thread
 from p2p_dilocox.averaging.company import Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
 from p2p_dilocox.averaging.exchange import Traffic
-from p2p_dilocox.averaging.joining import download, make_plan
+from p2p_dilocox.averaging.joining import make_plan
+from p2p_dilocox.averaging.kept import KeptRounds
 from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome
-from p2p_dilocox.averaging.round import Rounds, codec_thread
+from p2p_dilocox.averaging.round import Rounds
 from p2p_dilocox.averaging.service import Service
-from p2p_dilocox.averaging.snapshot import write_snapshot
+from p2p_dilocox.averaging.states import StateShelf
 from p2p_dilocox.history import History
 from p2p_dilocox.lineage import genesis
 from p2p_dilocox.outer import OuterState
@@ -118,15 +118,15 @@ class Member:
         self.outer = OuterState(self.spec, self.parameters, frozenset(), genesis(digest))
         self.progress = Progress(lineage=self.outer.lineage, state="training")
         self.timeouts = Timeouts(self.spec.deadlines.round_s)
-        self.lock = threading.Lock()
         self.codec = codec_thread()
         self.layouts = {s: StageLayouts(self.outer, self.names[s], frozenset(), 2) for s in config.stages}
+        self.kept = KeptRounds(state / "rounds")
         self.service = Service(
             self.node,
             Gate(self.key, self.spec.run.id, self.node.peer_id, self.spec.run.members),
             patience_s=self.timeouts.round_s,
-            average_of=lambda t, stage: self.rounds.kept.average_of(t, stage),
-            snapshot_of=self._snapshot,
+            average_of=self.kept.average_of,
+            piece_of=StateShelf(state / "checkpoints").piece,
         )
         self.meter = Meter()
         self.service.traffic = self.meter
@@ -154,13 +154,14 @@ class Member:
                 company, spec_digest=spec_digest(self.config.text), num_stages=self.spec.model.stages,
                 min_clusters=self.spec.run.min_clusters,
                 quorum=self.spec.run.quorum,
-                result_after=lambda t: self.rounds.kept.result_after(t),
+                result_after=self.kept.result_after,
+                offer=StateShelf(Path(self.config.state) / "checkpoints").offer,
             )  # fmt: skip
             self.service.desk = self.lead
         self.rounds = Rounds(
             loop=self.network.loop, service=self.service, outer=self.outer, layouts=self.layouts,
             me=self.key.cluster_id, lead=self.lead, lead_peer=addresses[0].peer, progress=self.progress,
-            timeouts=self.timeouts, weight_cap=WEIGHT_CAP, codec=self.codec,
+            timeouts=self.timeouts, weight_cap=WEIGHT_CAP, codec=self.codec, kept=self.kept,
         )  # fmt: skip
         for address in addresses:
             if address.peer != self.node.peer_id:
@@ -194,18 +195,16 @@ class Member:
         self._tell(outcome, time.monotonic() - began)
 
     def catch_up(self) -> None:
-        """Download the state of a cluster that is further, as a cluster does that joins or has failed."""
+        """Follow the rounds of clusters that are further, as a cluster does that joins or has failed."""
         assert self.lead is not None
-        plan = self.network.call(make_plan(self.lead.company, self.outer, 1), _NETWORK_S)
-        if plan.action == "download":
-            getting = download(self.service, self.outer, self.names, plan.donor, lambda _: None)
-            snapshots = self.network.call(getting, _NETWORK_S)
-            with self.lock:
-                for snapshot in snapshots:
-                    snapshot.load_into(self.outer)
-            for name, p in self.parameters.items():
-                p.copy_(self.outer.anchor[name])
-            self.progress.move_to(self.outer.t, self.outer)
+        while True:
+            plan = self.network.call(make_plan(self.lead.company, 1), _NETWORK_S)
+            if plan.action != "follow":
+                return
+            (donor,) = plan.donors.values()
+            outcome = self.rounds.adopt(plan.results, donor, _NETWORK_S).wait(lambda: False)
+            assert outcome is not None and not outcome.failed, outcome
+            self._apply(outcome)
 
     def leave(self) -> None:
         if self.lead is not None:
@@ -222,15 +221,14 @@ class Member:
     def _apply(self, outcome: Outcome) -> None:
         """As trainer.take_outer_step."""
         last = outcome.steps[-1] if outcome.steps else None
-        with self.lock:
-            if last is not None and last.own is not None:
-                self.outer.commit(last.average, last.own)
-            elif any(self.key.cluster_id in step.members for step in outcome.steps):
-                self.outer.forget_undelivered()
-            if last is not None:
-                with self.outer.restart_(self.parameters, self.spec.overlap.keep):
-                    for step in outcome.steps:
-                        self.outer.step(step.average, step.t, step.members, step.digest)
+        if last is not None and last.own is not None:
+            self.outer.commit(last.average, last.own)
+        elif any(self.key.cluster_id in step.members for step in outcome.steps):
+            self.outer.forget_undelivered()
+        if last is not None:
+            with self.outer.restart_(self.parameters, self.spec.overlap.keep):
+                for step in outcome.steps:
+                    self.outer.step(step.average, step.t, step.members, step.digest)
         self.progress.move_to(max(outcome.t, self.outer.t), self.outer)
         self.history.write(outcome, self.outer.lineage)
 
@@ -292,10 +290,6 @@ class Member:
             for name, shape in shapes_of(self.config, stage).items():
                 made[name] = torch.randn(shape, generator=generator)
         return made
-
-    def _snapshot(self, stage: int) -> bytes:
-        with self.lock:
-            return write_snapshot(self.outer, self.names[stage])
 
 
 def _strike(number: signal.Signals, *, alone: bool) -> None:

@@ -198,6 +198,7 @@ def questions(stranger: Stranger, victim: str, lineage: str) -> dict[str, Messag
         "rpc_votes": Votes(t=2, attempt=0, votes=[seal(key, run_id, ballot)], outcome="aborted", shown=shown),
         "rpc_standing": Ask(shown=shown),
         "rpc_result": Ask(t=0, shown=shown),
+        "rpc_state": Ask(shown=shown),
         "rpc_call": Ask(t=1),
         "rpc_stage_done": StageDone(t=2, attempt=0, digests={"0": ""}, accused={victim: "is hostile"}),
         "rpc_follow": Ask(t=1),
@@ -218,7 +219,7 @@ def test_a_stranger_is_refused_by_every_rpc_and_changes_nothing(closed: tuple[Cr
     for name, first in {
         "exchange": opening,
         "average": Ask(t=1, shown=stranger.gate.own).pack(),
-        "snapshot": Ask(shown=stranger.gate.own).pack(),
+        "state": Ask(t=1, shown=stranger.gate.own).pack(),
     }.items():
         for each_first in (first, b"\xff" * 1000, b""):
             with pytest.raises((Refused, ConnectionError)):

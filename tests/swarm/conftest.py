@@ -4,23 +4,25 @@ own."""
 import contextlib
 import importlib
 import math
-import threading
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from p2p_dilocox.averaging.coded import StageLayouts
+from p2p_dilocox.averaging.coded import StageLayouts, codec_thread
 from p2p_dilocox.averaging.company import Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
+from p2p_dilocox.averaging.kept import KeptRounds
 from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.offer import Offer
-from p2p_dilocox.averaging.outcome import Outcome
-from p2p_dilocox.averaging.round import Round, Rounds, codec_thread
+from p2p_dilocox.averaging.outcome import Outcome, Round
+from p2p_dilocox.averaging.round import Rounds
 from p2p_dilocox.averaging.service import Service
-from p2p_dilocox.averaging.snapshot import write_snapshot
+from p2p_dilocox.averaging.states import StateShelf
 from p2p_dilocox.lineage import genesis
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.runspec import RunSpec, parse_run
@@ -109,15 +111,16 @@ class SwarmRank:
         self.parameters = start_parameters(stages)
         self.outer = OuterState(spec, self.parameters, DENSE, genesis(digest))
         self.progress = Progress(lineage=self.outer.lineage, state="training")
-        self.lock = threading.Lock()
         self.names = {s: list(SHAPES[s]) for s in stages}
         self.timeouts = Timeouts(spec.deadlines.round_s)
+        self.directory = tempfile.TemporaryDirectory()
+        self.kept = KeptRounds(Path(self.directory.name) / "rounds")
         self.service = Service(
             self.node,
             Gate(key, "test", self.node.peer_id, spec.run.members),
             patience_s=self.timeouts.round_s,
-            average_of=lambda t, stage: self.rounds.kept.average_of(t, stage),
-            snapshot_of=self._snapshot,
+            average_of=self.kept.average_of,
+            piece_of=StateShelf(Path(self.directory.name)).piece,
         )
         self.codec = codec_thread()
         maddrs = self.network.call(self.node.maddrs(), 10)
@@ -125,10 +128,6 @@ class SwarmRank:
         self.rounds: Rounds
         self.pending: Round | None = None
         self.closed = False
-
-    def _snapshot(self, stage: int) -> bytes:
-        with self.lock:
-            return write_snapshot(self.outer, self.names[stage])
 
     def move(self, delta: dict[str, Tensor] | float) -> float:
         """Move theta_i by -delta. Returns the squared norm of what there is to contribute."""
@@ -147,13 +146,12 @@ class SwarmRank:
         assert outcome is not None
         self.pending = None
         last = outcome.steps[-1] if outcome.steps else None
-        with self.lock:
-            if last is not None and last.own is not None:
-                self.outer.commit(last.average, last.own)
-            if last is not None:
-                with self.outer.restart_(self.parameters, keep):
-                    for step in outcome.steps:
-                        self.outer.step(step.average, step.t, step.members, step.digest)
+        if last is not None and last.own is not None:
+            self.outer.commit(last.average, last.own)
+        if last is not None:
+            with self.outer.restart_(self.parameters, keep):
+                for step in outcome.steps:
+                    self.outer.step(step.average, step.t, step.members, step.digest)
         self.progress.move_to(max(outcome.t, self.outer.t), self.outer)
         return outcome
 
@@ -164,6 +162,7 @@ class SwarmRank:
                 self.network.call(self.node.close(), 5)
             self.network.close()
             self.codec.shutdown(wait=False, cancel_futures=True)
+            self.directory.cleanup()
 
 
 class SwarmCluster:
@@ -193,7 +192,8 @@ class SwarmCluster:
             num_stages=len(SHAPES),
             min_clusters=spec.run.min_clusters,
             quorum=spec.run.quorum,
-            result_after=lambda t: first.rounds.kept.result_after(t),
+            result_after=first.kept.result_after,
+            offer=StateShelf(Path(first.directory.name)).offer,
         )
         first.service.desk = self.lead
         for rank in self.ranks:
@@ -202,6 +202,7 @@ class SwarmCluster:
                 layouts={s: StageLayouts(rank.outer, rank.names[s], DENSE, 2) for s in rank.stages},
                 me=self.id, lead=self.lead if rank is first else None, lead_peer=first.node.peer_id,
                 progress=rank.progress, timeouts=rank.timeouts, weight_cap=WEIGHT_CAP, codec=rank.codec,
+                kept=rank.kept,
             )  # fmt: skip
             for address in addresses:
                 if address.peer != rank.node.peer_id:

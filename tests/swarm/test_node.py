@@ -173,3 +173,66 @@ def test_keys_are_private_files_and_wider_ones_are_refused(tmp_path: Path) -> No
         SigningKey.load_or_create(tmp_path / "cluster.key")
     with pytest.raises(NotTrustedError, match="chmod 600"):
         ensure_libp2p_identity(tmp_path / "rank0.key")
+
+
+@pytest.mark.parametrize("host", ["ip4/127.0.0.1", "ip6/::1", "dns4/localhost"])
+def test_a_name_or_ipv6_is_dialled_and_dead_addresses_are_named_and_not_waited_for(host: str) -> None:
+    """S11, field report A3. 192.0.2.1 and 2001:db8::1 are nobody's (RFC 5737, RFC 3849)."""
+
+    async def body() -> None:
+        first = await Node.start(
+            run_id="run", organiser=ORGANISER.public, host_maddrs=[*LOOPBACK, "/ip6/::1/tcp/0"]
+        )
+        ports = {m.split("/")[1]: m.split("/")[4] for m in await first.maddrs()}
+        alive = f"/{host}/tcp/{ports['ip6' if host[2] == '6' else 'ip4']}/p2p/{first.peer_id}"
+        dead = [
+            f"/{d}/tcp/9/p2p/{PEER}" for d in ("ip6/2001:db8::1", "ip4/192.0.2.1", "dns4/no.such.invalid")
+        ]
+        try:
+            await first.publish_run(sign_run(ORGANISER, "run", "the spec"))
+            joiner = await Node.start(
+                run_id="run", organiser=ORGANISER.public, initial_peers=[*dead, alive], client_mode=True
+            )
+            try:
+                assert joiner.unreachable.keys() == set(dead)
+                assert all(joiner.unreachable.values())
+                assert (await joiner.fetch_run()).verify(ORGANISER.public) == "the spec"
+            finally:
+                await joiner.close()
+        finally:
+            await first.close()
+
+    asyncio.run(body())
+
+
+def test_a_node_that_comes_back_with_its_key_is_in_the_swarm_again(tmp_path: Path) -> None:
+    """R9: the bootstrap node starts with an empty memory; those that knew it tell it who is there."""
+    key = SigningKey.generate()
+    ensure_libp2p_identity(tmp_path / "node.key")
+
+    async def body() -> None:
+        async def start_first(listen: str) -> Node:
+            return await Node.start(
+                run_id="run", organiser=ORGANISER.public, host_maddrs=[listen],
+                identity_path=tmp_path / "node.key",
+            )  # fmt: skip
+
+        first = await start_first(LOOPBACK[0])
+        (address,) = await first.maddrs()
+        other = await Node.start(
+            run_id="run", organiser=ORGANISER.public, initial_peers=[address], host_maddrs=LOOPBACK
+        )
+        try:
+            await first.close()
+            await other.reattach()  # nobody there: no harm
+            first = await start_first(address.split("/p2p/")[0])
+            assert await first.clusters() == {}
+            await other.reattach()
+            assert await other.time_at(first.peer_id)
+            await other.publish_presence(key, presence(key))
+            assert set(await first.clusters()) == {key.cluster_id}
+        finally:
+            await other.close()
+            await first.close()
+
+    asyncio.run(body())

@@ -302,8 +302,8 @@ def test_a_joiner_does_not_believe_a_cluster_that_claims_to_be_far_ahead(swarm: 
     liar.lead.company.standing = lambda: claim  # type: ignore[method-assign]
     first = joiner.ranks[0]
     for _ in range(4):
-        plan = first.network.call(make_plan(joiner.lead.company, first.outer, 2), 20)
-        assert plan.action == "download"
+        plan = first.network.call(make_plan(joiner.lead.company, 2), 20)
+        assert plan.action == "follow"
         assert plan.detail in {c.id for c in honest}
         assert plan.standing is not None and plan.standing.committed_t == 1
     for cluster in honest:  # nor do those who are in step give up their history for it

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,19 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from p2p_dilocox.checkpoint.store import newest
+from p2p_dilocox.checkpoint.resume import newest
 from p2p_dilocox.errors import DriftedError
-from p2p_dilocox.events import Event, Finished, InnerStep, Phase, RoundCommitted, StepSkipped, Warned
+from p2p_dilocox.events import (
+    Checkpointed,
+    CheckpointFailed,
+    Event,
+    Finished,
+    InnerStep,
+    Phase,
+    RoundCommitted,
+    StepSkipped,
+    Warned,
+)
 from p2p_dilocox.invariants import check_history, read_history
 from p2p_dilocox.pipeline import Pipeline
 from p2p_dilocox.swarm.identity import SigningKey
@@ -182,12 +193,15 @@ def test_two_clusters_end_with_equal_parameters_under_every_kind_of_schedule(
     assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in peers)) == []
 
 
-def test_a_late_cluster_downloads_the_state_and_is_in_step_from_then_on(
-    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer]
+@pytest.mark.parametrize("kept", [64, 0])
+def test_a_late_cluster_comes_to_where_the_others_are_and_is_in_step_from_then_on(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
+    """Field report D6. By the rounds since theta_0; by a state, if rounds before it are not kept."""
+    monkeypatch.setattr("p2p_dilocox.averaging.kept._MOST_ROUNDS", kept)
     net = swarm(run_text(outer_steps=5000, more="[compression]\nlowrank = 8\n"))
     early = join(net, "early")
-    early.until(lambda e: isinstance(e, RoundCommitted) and e.t == 2)
+    early.until(lambda e: isinstance(e, Checkpointed) and e.t == 6)
     late = join(net, "late")
     late.until(lambda e: isinstance(e, RoundCommitted) and len(e.members) == 2 and e.included)
     first = next(e for e in late.events if isinstance(e, RoundCommitted) and e.included)
@@ -196,7 +210,10 @@ def test_a_late_cluster_downloads_the_state_and_is_in_step_from_then_on(
     for peer in (early, late):
         peer.wish.value = peer.wish.LEAVE_NOW
         assert peer.finish().reason == "left"
-    assert any(isinstance(e, Phase) and e.name == "downloading" for e in late.events)
+    phases = [e.name for e in late.events if isinstance(e, Phase)]
+    by_state, by_rounds = {"downloading", "verifying"} & set(phases), "catching up" in phases
+    assert by_rounds and not by_state if kept else len(by_state) == 2
+    assert phases.index("warming up") < phases.index("training")
     assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in (early, late))) == []
     digests = {e.t: e.parameter_digests for e in early.events if isinstance(e, RoundCommitted)}
     shared = [e for e in late.events if isinstance(e, RoundCommitted) and e.t in digests]
@@ -222,7 +239,7 @@ def test_a_cluster_that_joins_half_way_has_the_learning_rates_of_the_others(
     early.on_event = hold
     assert half_way.wait(60)
     late = join(net, "late")
-    late.until(lambda e: isinstance(e, Phase) and e.name == "training")
+    late.until(lambda e: isinstance(e, Phase) and e.name == "warming up")
     there.set()
     early.finish()
     late.finish()
@@ -309,11 +326,10 @@ def test_a_resumed_cluster_repeats_the_losses_it_would_have_had(
     )
     peer = join(swarm(text), "alone")
     whole = peer.finish()
-    for step in (peer.state / "checkpoints").iterdir():
-        if step.name != "step-4":
-            for file in step.iterdir():
-                file.unlink()
-            step.rmdir()
+    kept = {"step-4", "step-4+3", *"1234"}
+    for step in (*(peer.state / "checkpoints").iterdir(), *(peer.state / "rounds").iterdir()):
+        if step.name not in kept:
+            shutil.rmtree(step)
     again = join(swarm(text), "alone")
     assert again.finish().parameter_digests == whole.parameter_digests
     losses = peer.losses()
@@ -327,17 +343,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_full_disk_does_not_end
     """Field reports E2, E3."""
     text = run_text("dilocox", outer_steps=6, more="[compression]\nlowrank = 8\n")
     peer = join(swarm(text), "alone")
-    assert peer.finish().reason == "complete"
+    whole = peer.finish()
+    assert whole.reason == "complete"
     spec = spec_digest(text)
     steps = peer.state / "checkpoints"
     kept = sorted(step.name for step in steps.iterdir())
-    assert kept == ["step-4", "step-6"]  # the two newest, and nothing half-written
+    assert [name.split("+")[0] for name in kept] == ["step-4", "step-6"]  # the newest, nothing half-written
     damaged = steps / "step-6" / "rank0.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     found = newest(steps, spec)
-    assert found is not None and found.path.name == "step-4"
+    assert found is not None and found.path.name == kept[0]
     assert newest(steps, "0" * 64) is None  # of another run
 
     def full(path: Path, _content: bytes) -> None:
@@ -346,9 +363,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_full_disk_does_not_end
     monkeypatch.setattr("p2p_dilocox.checkpoint.store._write_synced", full)
     again = join(swarm(text), "alone")
     assert again.finish().reason == "complete"
-    warnings = [e.message for e in again.events if isinstance(e, Warned)]
-    assert any("No space left on device" in w for w in warnings)
-    assert sorted(step.name for step in steps.iterdir()) == kept
+    failed = [e.message for e in again.events if isinstance(e, CheckpointFailed)]
+    assert failed and all("No space left on device" in message for message in failed)
+    assert any("rank0.safetensors is damaged" in e.message for e in again.events if isinstance(e, Warned))
+    # The rounds on its disk brought it as far as it was.
+    phases = [e.detail for e in again.events if isinstance(e, Phase)]
+    assert any(f"from {kept[0]} and 2 outer steps after it" in detail for detail in phases)
+    assert sorted(step.name for step in steps.iterdir()) == ["damaged-step-6", kept[0]]
+    (digests,) = (e.parameter_digests for e in again.events if isinstance(e, Finished))
+    assert digests == whole.parameter_digests
 
 
 def test_a_cluster_that_left_at_once_goes_on_where_it_was(
@@ -368,5 +391,9 @@ def test_a_cluster_that_left_at_once_goes_on_where_it_was(
     again.wish.value = again.wish.LEAVE_NOW
     assert again.finish().reason == "left"
     assert check_history(read_history([peer.state / "history" / "rank0.jsonl"])) == []
+    # The round that was on the wire may have been committed after we had stopped waiting for it.
+    (detail,) = (e.detail for e in again.events if isinstance(e, Phase) and e.name == "resumed")
+    resumed = int(detail.split("outer step ")[1].split(",")[0])
+    assert left.t <= resumed <= left.t + 1
     first = next(e for e in again.events if isinstance(e, RoundCommitted))
-    assert first.t == left.t + 1
+    assert first.t == resumed + 1

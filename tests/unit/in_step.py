@@ -33,7 +33,7 @@ class InStep:
         self.ids = [str(i) for i in range(num_clusters)]
         self.ranks = [
             SimpleNamespace(
-                outer=outer, cluster_id=i, local=None,
+                outer=outer, cluster_id=i, local=None, adapting=None,
                 pipeline=SimpleNamespace(parameters=theta, sync_tied_=lambda: None, sum=list),
             )
             for outer, theta, i in zip(self.outers, self.theta, self.ids, strict=True)

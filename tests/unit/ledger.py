@@ -2,7 +2,6 @@
 
 import math
 import random
-import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -127,7 +126,7 @@ class Ledger:
             rounds=cast(Any, SimpleNamespace(start=self._start)),
             batches=cast(Any, SimpleNamespace(batch=lambda _t, _h: torch.zeros(1, 11))),
             history=cast(Any, SimpleNamespace(write=self._landed)), checkpoints=cast(Any, None),
-            wish=Wish(), report=self.events.append, lock=threading.Lock(),
+            wish=Wish(), report=self.events.append,
         )  # fmt: skip
 
     def _clip(self, flags: list[float]) -> StepResult:

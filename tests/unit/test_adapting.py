@@ -104,7 +104,26 @@ def test_a_round_has_one_rank_per_stage_and_one_h_from_what_its_members_want() -
 
 def outer_step(t: int, q: Tensor, lowrank: list[int], H: int) -> OuterStep:
     average = Average(factors={"w": (torch.zeros(30, q.shape[1]), q)})
-    return OuterStep(t, ["a"], [1.0], "", "", {0: ""}, average, None, [1.0], 1.0, lowrank, H)
+    return OuterStep(t, ["a"], [1.0], "", "", {0: ""}, average, average, [1.0], 1.0, lowrank, H)
+
+
+def test_one_that_comes_with_a_state_goes_on_with_the_rank_and_h_of_its_last_round() -> None:
+    """What it did not measure it leaves as it is; no number that a liar names goes beyond the limits."""
+    more = '[compression]\nlowrank = 12\n[adapt]\nrule = "band"\nwindow = 2\nH_min = 2\nH_max = 9\n'
+    adapting = Adapting(spec_of("dilocox", 10, more), {"v": 0, "w": 1})
+    adapting.recall([12, 7], 8)
+    assert adapting.wishes() == [12.0, 7.0] and adapting.H(5) == 8
+    adapting.trained(0.1)
+    assert adapting.wish_for_h([12.0, 7.0]) == 8  # inner.H is 3, and no round says yet why it is not
+    followed = replace(outer_step(6, torch.eye(20)[:, :7], [12, 7], 8), own=None)
+    assert adapting.learn(followed, 70.0) == ""  # how long it took to follow is no round's time
+    assert adapting.wish_for_h([12.0, 7.0]) == 8
+    adapting.learn(outer_step(7, torch.eye(20)[:, :7], [12, 7], 8), 0.1)
+    assert adapting.wish_for_h([12.0, 7.0]) == 3
+    adapting.recall([10**6], 10**6)
+    assert adapting.wishes() == [12.0, 12.0] and adapting.H(8) == 9
+    adapting.recall([], 1)
+    assert adapting.wishes() == [12.0, 12.0] and adapting.H(8) == 2
 
 
 def test_a_newcomer_wishes_nothing_and_then_what_the_others_have() -> None:

@@ -23,11 +23,13 @@ WORDS = {
     "lineage",
     "model_config",
     "overlap",
+    "pieces",
     "placement",
     "recipe",
     "runspec",
     "selection",
     "settings",
+    "spec_diff",
     "suggest",
     "tokenizer",
     "toml_lines",
@@ -92,9 +94,9 @@ ARROWS = {
         "trainer",
     },
     # It reads a whole Rank; the trainer knows it only as a function to call.
-    "checkpoint": {"outer", "pipeline", "trainer"},
+    "checkpoint": {"averaging", "outer", "pipeline", "swarm", "tensor_file", "trainer"},
     "plan": {"averaging", "compression", "pipeline", "traffic"},
-    "bootstrap": {"ports", "program", "sinks", "state_dir", "swarm"},
+    "bootstrap": {"averaging", "compression", "ports", "program", "sinks", "state_dir", "swarm", "traffic"},
 }
 APPS = {"peers", "bootstrap"}
 # Pure arithmetic: tensors and the standard library, no sockets, no files of ours, no Hugging Face.
