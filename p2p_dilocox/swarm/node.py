@@ -124,7 +124,11 @@ class Node:
             await within(self.p2p._client.connect(PeerID.from_base58(peer), addresses), DIAL_S)
 
     async def reattach(self) -> None:
-        """Greet the peers of the link again: one that was away and is back takes part in the DHT then."""
+        """Greet the peers of the link again: one that was away and is back takes part in the DHT then.
+
+        Not at the first try, for libp2p does not dial an address that was dead for 5 s, and longer after each
+        further failure, up to minutes: this is to be called again and again.
+        """
         entries: dict[str, list[str]] = {}
         for maddr in self._entries:
             entries.setdefault(maddr.rpartition("/p2p/")[2], []).append(maddr)
