@@ -29,6 +29,7 @@ PartDigest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 PartDigests = Annotated[list[PartDigest], msgspec.Meta(max_length=256)]
 PeerName = Annotated[str, msgspec.Meta(pattern=r"^[1-9A-HJ-NP-Za-km-z]{20,80}\Z")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Stage = Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,3})\Z")]  # its number, as a key
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}\Z")]
 Outcome = Literal["open", "committed", "aborted"]
 Maddr = Annotated[str, msgspec.Meta(max_length=200, pattern=r"^/[!-~]*\Z")]
@@ -227,12 +228,14 @@ class StageDone(Message, frozen=True, kw_only=True):
 
     t: Count
     attempt: Count
-    digests: Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=4096)]
+    digests: Annotated[
+        dict[Stage, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=4096)
+    ]
     reason: Reason = ""
     accused: Annotated[dict[ClusterId, Reason], msgspec.Meta(max_length=256)] = {}
     gone: Annotated[dict[ClusterId, Reason], msgspec.Meta(max_length=256)] = {}
     suspects: Annotated[list[ClusterId], msgspec.Meta(max_length=256)] = []
-    parts: Annotated[dict[str, PartDigests], msgspec.Meta(max_length=4096)] = {}
+    parts: Annotated[dict[Stage, PartDigests], msgspec.Meta(max_length=4096)] = {}
 
 
 class Decision(Message, frozen=True, kw_only=True):
@@ -261,7 +264,7 @@ class Result(Message, frozen=True, kw_only=True):
     """
 
     call: Call
-    stage_digests: Annotated[dict[str, Digest], msgspec.Meta(max_length=4096)]
+    stage_digests: Annotated[dict[Stage, Digest], msgspec.Meta(max_length=4096)]
     votes: Annotated[list[SealedBytes], msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -302,7 +305,7 @@ class StateClaim(Message, frozen=True, kw_only=True):
     cluster_id: ClusterId
     t: Count
     lineage: Digest
-    roots: Annotated[dict[str, Digest], msgspec.Meta(min_length=1, max_length=4096)]
+    roots: Annotated[dict[Stage, Digest], msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class StateOffer(Message, frozen=True, kw_only=True):
@@ -314,7 +317,7 @@ class StateOffer(Message, frozen=True, kw_only=True):
     t: Count
     lineage: Digest
     result: Result
-    files: Annotated[dict[str, FileDigest], msgspec.Meta(min_length=1, max_length=4096)]
+    files: Annotated[dict[Stage, FileDigest], msgspec.Meta(min_length=1, max_length=4096)]
     claims: Annotated[list[SealedBytes], msgspec.Meta(min_length=1, max_length=256)]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,7 +28,7 @@ from p2p_dilocox.events import Checkpointed, CheckpointFailed
 from p2p_dilocox.peers.entering import _fall_in
 from p2p_dilocox.peers.recovery import recover
 from p2p_dilocox.pieces import FileDigest, digest_file
-from p2p_dilocox.swarm.messages import Standing
+from p2p_dilocox.swarm.messages import Standing, StateOffer, unpack
 from p2p_dilocox.tensor_file import write_tensors
 from p2p_dilocox.trainer import inner_steps_of
 
@@ -152,6 +153,10 @@ def test_a_joiner_can_check_what_a_checkpoint_offers(saver: Saver) -> None:
     for stage in (0, 1):
         digest = offer.files[str(stage)]
         assert all(digest.fits(n, shelf.piece(2, stage, n)) for n in range(len(digest.pieces)))
+    for name in ("-1", "00", "x", "9" * 5000):
+        misnamed = msgspec.structs.replace(offer, files={name: offer.files["0"], "1": offer.files["1"]})
+        with pytest.raises(NotTrustedError):
+            unpack(misnamed.pack(), StateOffer)
     names = ["a.weight", "a.bias"]
     snapshot = read_snapshot(saver.checkpoints / "step-2" / "stage0.safetensors", saver.outer, names)
     assert (snapshot.t, snapshot.lineage) == (2, saver.outer.lineage)
