@@ -210,7 +210,11 @@ def _download(spec: RunSpec, rank: Rank, plan: Plan, network: NetworkThread, sta
             roster = read_result(offer.result, spec.run.id, gate, weight_cap).roster
             rank.adapting.recall(roster.lowrank, roster.H)
         rank.rounds.kept.forget_after(0)  # of another history, or older than this state
-        rank.rounds.kept.remember(offer.t, offer.result if rank.index == 0 else None, {})
+        try:
+            rank.rounds.kept.remember(offer.t, offer.result, {})
+        except OSError as error:
+            message = f"the proof of outer step {offer.t} is not on disk: {error.strerror}"
+            rank.report(Warned(rank=rank.index, message=message))
         rank.progress.move_to(rank.outer.t, rank.outer)
         for path in files.values():
             path.unlink(missing_ok=True)

@@ -182,7 +182,7 @@ def _build(
     progress, codec = Progress(lineage=outer.lineage), codec_thread()
     stack.callback(codec.shutdown, wait=False, cancel_futures=True)
 
-    kept, shelf = KeptRounds(state / "rounds"), StateShelf(state / "checkpoints")
+    kept, shelf = KeptRounds(state / "rounds", lead=index == 0), StateShelf(state / "checkpoints")
     service = Service(
         node,
         Gate(key, link.run_id, node.peer_id, allowed_with(spec.run.members, cluster_id_of(link.organiser))),

@@ -1,6 +1,6 @@
 """Committed rounds on disk: for clusters that were not in them, and for this one when it comes back.
 
-rounds/<t>/proof      the Result, which only a cluster's lead has
+rounds/<t>/proof      the Result
 rounds/<t>/stage<j>   the encoded average: each chunk after its length, so the sha256 is what was voted on
 """
 
@@ -22,20 +22,22 @@ _MOST_BYTES = 256 << 20
 
 
 class KeptRounds:
-    """All ranks of a cluster write to one directory; its lead prunes it. Each file is whole or not there."""
+    """All ranks of a cluster write to one directory; its lead alone writes proofs and removes rounds. Each
+    file is whole or not there."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, *, lead: bool = True) -> None:
+        self._directory, self._lead = directory, lead
         self._newest: tuple[int, Result | None, dict[int, list[bytes]]] = (0, None, {})
 
     def remember(self, t: int, result: Result | None, chunks: dict[int, list[bytes]]) -> None:
         """chunks: by stage. Raises OSError if the disk is full; it is known still, until the next."""
         self._newest = (t, result, chunks)
         folder = self._folder(t)
-        folder.mkdir(parents=True, exist_ok=True)
+        if chunks or self._lead:
+            folder.mkdir(parents=True, exist_ok=True)
         for stage, of_stage in chunks.items():
             _write(folder / f"stage{stage}", [p for c in of_stage for p in (len(c).to_bytes(4, "little"), c)])
-        if result is not None:  # last: who reads it finds the averages
+        if result is not None and self._lead:  # last: who reads it finds the averages
             _write(folder / "proof", [result.pack()])
 
     def average_of(self, t: int, stage: int) -> list[bytes]:
@@ -129,7 +131,7 @@ class KeptRounds:
     def forget_after(self, t: int) -> None:
         """These belong to a history that this cluster has given up, or are not whole."""
         self._newest = (0, None, {})
-        for k in self._steps():
+        for k in self._steps() if self._lead else ():
             if k > t:
                 shutil.rmtree(self._folder(k), ignore_errors=True)
 

@@ -154,7 +154,7 @@ def start() -> Iterator[Callable[..., Program]]:
 
 @pytest.fixture(scope="module")
 def endless_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Join link of a served run that no test sees the end of."""
+    """Join link of a served run that no test sees the end of. Clusters go on from what others left there."""
     directory = tmp_path_factory.mktemp("organiser")
     (directory / "run.toml").write_text(RUN.format(outer_steps=1_000_000, H=2))
     state = directory / "state"
@@ -167,8 +167,6 @@ def endless_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         state,
         "--listen",
         LOOPBACK,
-        "--archive",
-        "0",
     )
     try:
         yield serve.read_until("dilocox://")

@@ -28,10 +28,10 @@ Start = Callable[..., Program]
 
 
 def join(start: Start, link: str, state: Path, *, devices: str = "cpu:2") -> Program:
-    """A cluster that has committed its first outer step."""
+    """A cluster that has committed an outer step."""
     options = ["--devices", devices, "--threads", "1", "--listen", LOOPBACK, "--name", "ridge-3"]
     cluster = start("dilocox-peer", "join", link, "--state-dir", state, *options)
-    cluster.read_until("outer 1 committed")
+    cluster.read_until(" committed")
     return cluster
 
 

@@ -120,7 +120,7 @@ class Member:
         self.timeouts = Timeouts(self.spec.deadlines.round_s)
         self.codec = codec_thread()
         self.layouts = {s: StageLayouts(self.outer, self.names[s], frozenset(), 2) for s in config.stages}
-        self.kept = KeptRounds(state / "rounds")
+        self.kept = KeptRounds(state / "rounds", lead=config.rank == 0)
         self.service = Service(
             self.node,
             Gate(self.key, self.spec.run.id, self.node.peer_id, self.spec.run.members),

@@ -86,6 +86,19 @@ def test_a_chain_ends_before_the_first_round_that_is_not_whole(tmp_path: Path, d
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2", "3"]
 
 
+def test_ranks_of_one_cluster_do_not_take_each_others_files_away(tmp_path: Path) -> None:
+    lead, other = KeptRounds(tmp_path), KeptRounds(tmp_path, lead=False)
+    result = committed(KEYS, 4, START, averages(4))
+    lead.remember(4, result, {0: averages(4)[0]})
+    other.remember(4, result, {1: averages(4)[1]})
+    other.forget_after(0)
+    assert sorted(p.name for p in (tmp_path / "4").iterdir()) == ["proof", "stage0", "stage1"]
+    other.remember(5, result, {})
+    assert not (tmp_path / "5").exists()
+    lead.forget_after(0)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_a_joiner_may_need_is_not_pruned(tmp_path: Path) -> None:
     """All rounds since the oldest state, and 64 before it."""
     kept = KeptRounds(tmp_path)
