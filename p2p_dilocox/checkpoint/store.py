@@ -8,7 +8,7 @@ STATE/checkpoints/step-<t>+<n>/   after outer step t and n inner steps; without 
     manifest.json                 where training goes on, and the sha256 of each file's pieces
     manifest.sha256               of manifest.json and offer, for `sha256sum -c`
 
-All ranks of a cluster write into one directory with a name of its own, and rank 0 gives it its real name
+All ranks of a cluster write into one directory with a number of its own, and rank 0 gives it its real name
 once all are done. They wait for each other by files, so that nobody's training waits for a disk.
 """
 
@@ -66,9 +66,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True)
 class _Content:
-    """Copies in main memory: training goes on meanwhile. files: name -> tensors, metadata."""
+    """Copies in main memory: training goes on meanwhile. number: of the save, the same on all ranks. files:
+    name -> tensors, metadata."""
 
     name: str
+    number: int
     place: Place
     files: dict[str, tuple[dict[str, Tensor], dict[str, str]]]
 
@@ -93,7 +95,7 @@ class CheckpointStore:
         self._run_id, self._spec_digest, self._key, self._kept = run_id, spec_digest, key, kept
         self._report = report
         self._writer: threading.Thread | None = None
-        self._failed = 0
+        self._failed = self._saves = self._cleared = 0
 
     def set_aside(self) -> Path:
         """Keep all checkpoints, but resume from none of them. Returns where they are now."""
@@ -115,11 +117,12 @@ class CheckpointStore:
         started = time.monotonic()
         after = (rank.t - 1 - rank.outer.t) * self._inner_steps + rank.h
         name = f"step-{rank.outer.t}" + (f"+{after}" if after > 0 else "")
+        self._saves += 1
         if self._writer is not None and self._writer.is_alive():
-            self._refuse(self.directory / f"{PARTIAL}{name}", rank.index)
+            self._refuse(self._partial(self._saves), rank.index)
             self._fail(rank.index, rank.outer.t, "the last one is still being written")
             return
-        content = _Content(name, _place(rank), _copies(rank))
+        content = _Content(name, self._saves, _place(rank), _copies(rank))
         self._writer = threading.Thread(
             target=self._write, args=(content, rank.index, started), name="checkpoint"
         )
@@ -131,7 +134,7 @@ class CheckpointStore:
             self._writer.join(limit_s)
 
     def _write(self, content: _Content, rank: int, started: float) -> None:
-        partial = self.directory / f"{PARTIAL}{content.name}"
+        partial = self._partial(content.number)
         try:
             partial.mkdir(parents=True, exist_ok=True)
             files = {}
@@ -153,6 +156,9 @@ class CheckpointStore:
     def _complete(self, content: _Content, partial: Path) -> Path:
         """Rank 0: once all ranks have written theirs. Raises OSError."""
         files = _gather(partial, content.place.num_ranks)
+        for number in range(self._cleared + 1, content.number):  # one that a rank has refused
+            shutil.rmtree(self._partial(number), ignore_errors=True)
+        self._cleared = content.number - 1
         step = self.directory / content.name
         if (step / "manifest.json").exists():  # we came back to it, and leave before anything has changed
             shutil.rmtree(partial, ignore_errors=True)
@@ -178,6 +184,9 @@ class CheckpointStore:
             shutil.rmtree(old, ignore_errors=True)
         self._kept.prune(min(_outer_t(s) for s in steps[: self._keep]))
         return step
+
+    def _partial(self, number: int) -> Path:
+        return self.directory / f"{PARTIAL}{number}"
 
     def _refuse(self, partial: Path, rank: int) -> None:
         """Tell rank 0 not to wait for our file; an empty file fits on most full disks."""

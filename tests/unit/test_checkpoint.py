@@ -105,6 +105,32 @@ def test_what_is_saved_is_the_moment_of_the_call_though_training_goes_on(
     assert all(torch.equal(t, before[n]) for n, t in again.everything().items())
 
 
+def test_a_rank_may_be_a_save_ahead_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saver: Saver
+) -> None:
+    """Twice the same step, as when a pause comes right after a checkpoint: the second's files are its own."""
+    go_on, ahead = threading.Event(), Saver(tmp_path)
+
+    def slow(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> FileDigest:
+        assert path.name != "rank0.safetensors" or go_on.wait(30)
+        return write_tensors(path, tensors, metadata)
+
+    monkeypatch.setattr(store, "write_tensors", slow)
+    monkeypatch.setattr(store, "_OTHERS_S", 5.0)
+    for one, stage_of in ((saver, {"a.weight": 0, "a.bias": 0}), (ahead, {"b.weight": 1})):
+        vars(one.rank.pipeline).update(num_ranks=2, stage_of=stage_of)
+        one.at(1)
+    ahead.rank.index = 1
+    saver.store.save(saver.rank)
+    ahead.save()
+    ahead.save()
+    go_on.set()
+    saver.store.wait()
+    saver.save()
+    assert [type(e) for e in saver.events] == [Checkpointed, Checkpointed]
+    assert [p.name for p in saver.checkpoints.iterdir()] == ["step-1"]
+
+
 def test_the_newest_ones_are_kept_and_the_rounds_since_the_oldest_of_them(saver: Saver) -> None:
     for t in (1, 2, 3, 70, 80):
         saver.at(t)
