@@ -111,6 +111,7 @@ class OuterState:
         self.second_moment = {n: stored(p, dtype=p.dtype, offload=offload) for n, p in second.items()}
         self.undelivered = {n: stored(p, dtype=own, offload=offload) for n, p in parameters.items()}
         self.counted = {n: stored(p, dtype=own, offload=offload) for n, p in parameters.items()}
+        self.part = 1.0  # of `residual`, that the next round is told; the rest waits
         self.residual: Parameters = Residual(self.undelivered, self.device)
         self.basis = {
             name: initial_basis(name, tuple(self.anchor[name].shape), spec.compression.lowrank, spec.run.seed)

@@ -194,6 +194,14 @@ def contribute(spec: RunSpec, rank: Rank) -> Offer:
     # One that came back in the middle of an outer step may have trained for more than one: nobody may say so.
     weight = float(min(rank.unsent_tokens, tokens_per_outer_step(spec)))
     norm = math.sqrt(norm_sq)
+    outer.part = rank.backlog.part(norm)
+    if outer.part < 1.0 and rank.index == 0:
+        message = (
+            f"outer step {rank.t}: what could not be delivered so far has the norm {norm:.4g}, which others "
+            f"would refuse. {outer.part:.0%} of it is sent now, the rest follows"
+        )
+        rank.report(Warned(rank=0, message=message))
+    norm *= outer.part
     rank.report(RoundStarted(rank=rank.index, t=rank.t, weight=weight, norm=norm, error_ratio=ratio))
     reach("contributed", rank.t)
     H = rank.adapting.wish_for_h(wishes) if rank.adapting else 0
@@ -266,9 +274,9 @@ def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
     """Usually one. Several, if this cluster was left behind; it had its share in at most one of those."""
     with rank.local.moved_(rank.pipeline.parameters) if rank.local else contextlib.nullcontext():
         _take_outer_steps(spec, rank, outcome)
-    for step in outcome.steps if rank.adapting else ():
-        assert rank.adapting is not None
-        if change := rank.adapting.learn(step, outcome.seconds):
+    for step in outcome.steps:
+        rank.backlog.learn(step, delivered=step.own is not None and offered(step, rank.cluster_id))
+        if rank.adapting and (change := rank.adapting.learn(step, outcome.seconds)):
             rank.report(Adapted(rank=rank.index, t=step.t, message=change))
 
 

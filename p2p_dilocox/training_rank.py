@@ -10,6 +10,7 @@ from p2p_dilocox.anchor_mean import AnchorMean
 from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.outcome import Round
 from p2p_dilocox.averaging.round import Rounds
+from p2p_dilocox.backlog import Backlog
 from p2p_dilocox.data import Batches
 from p2p_dilocox.data_share import DataShare
 from p2p_dilocox.error_alarm import ErrorAlarm
@@ -55,6 +56,7 @@ class Rank:
     skipped: int = 0  # inner steps whose loss or gradient was not finite
     dropped: int = 0  # rounds, in a row
     alarm: ErrorAlarm = field(default_factory=ErrorAlarm)
+    backlog: Backlog = field(default_factory=Backlog)
     share: DataShare | None = None  # None: random windows
     local: LocalOuter | None = None  # outer steps of this cluster alone
     H: int = 1  # inner steps of the outer step in progress

@@ -73,7 +73,8 @@ def chunk_ranges(layout: Layout, phase: Phase, weights: Sequence[float]) -> list
 
 
 class CodedStage:
-    """One stage in one round. `outer.residual` holds M and is not changed before the round is over.
+    """One stage in one round. `outer.residual` holds M and is not changed before the round is over; M is
+    `outer.part` of it.
 
     All products and factorisations run on the device of the parameters; the phase vectors are on the host.
     """
@@ -91,15 +92,14 @@ class CodedStage:
             basis = next_basis(outer.basis[name].to(matrix.device))[:, : self.layout.lowrank]
             factors[name] = project(matrix, basis.to(matrix.dtype))
         dense = {name: outer.undelivered[name] for name in self.layout.dense_names}
-        return self.layout.pack_p(factors, dense).cpu()
+        return self.layout.pack_p(factors, dense).mul_(outer.part).cpu()
 
     def vector_q(self, average_p: Tensor) -> Tensor:
         """[phase_numel("q")], from the averaged vector of phase p."""
         self.orthonormalise(average_p)
         residual = self._outer.residual
-        return self.layout.pack_q(
-            {name: back_project(as_matrix(residual[name]), p) for name, p in self._p_hat.items()}
-        ).cpu()
+        factors = {name: back_project(as_matrix(residual[name]), p) for name, p in self._p_hat.items()}
+        return self.layout.pack_q(factors).mul_(self._outer.part).cpu()
 
     def orthonormalise(self, average_p: Tensor) -> None:
         """Fix P_hat, from the averaged vector of phase p."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from p2p_dilocox.averaging.butterfly import CHUNK_VALUES
 from p2p_dilocox.averaging.coded import CodedStage, StageLayouts
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
+from p2p_dilocox.backlog import Backlog
 from p2p_dilocox.compression import Layout, Phase, pack_chunk, unpack_chunk
 from p2p_dilocox.outer import OuterState
 from p2p_dilocox.settings import RunSpec
@@ -33,7 +34,7 @@ class InStep:
         self.ids = [str(i) for i in range(num_clusters)]
         self.ranks = [
             SimpleNamespace(
-                outer=outer, cluster_id=i, local=None, adapting=None,
+                outer=outer, cluster_id=i, local=None, adapting=None, backlog=Backlog(),
                 pipeline=SimpleNamespace(parameters=theta, sync_tied_=lambda: None, sum=list),
             )
             for outer, theta, i in zip(self.outers, self.theta, self.ids, strict=True)
