@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
+
+from p2p_dilocox.runspec import warnings_for
 from p2p_dilocox.state_dir import locked_state_dir
 
 from .addresses import DEFAULT_LISTEN, check_addresses
@@ -24,6 +27,8 @@ def serve_run(
     text, spec = load_run(run)
     with locked_state_dir(state_dir) as state:
         text = fix_spec(state, text, spec)
+        for warning in warnings_for(spec):
+            click.echo(f"warning: {warning}", err=True)
         from .host import host_run  # loads hivemind, which takes seconds: mistakes show before
 
         host_run(spec, text, state, listen=listen, announce=announce, archive=archive)

@@ -7,16 +7,13 @@ from pathlib import Path
 from p2p_dilocox.errors import DataError, ModelError
 from p2p_dilocox.model_config import count_of, load_model_config
 from p2p_dilocox.settings import RunSpec, most_inner_steps, total_inner_steps
+from p2p_dilocox.stability import unstable
 from p2p_dilocox.tokenizer import EMBEDDED_TOKENIZER, end_of_text_id, vocabulary_size
 
 __all__ = ["RULES", "Finding", "warnings_for"]
 
 Finding = tuple[str, str]
 """The key to blame, as "table.key", and what follows `key = value, ` (`[table.key] ` if that is a table)."""
-
-STABLE_PAPER_LR = ((0.0, 0.98), (0.3, 0.70), (0.5, 0.56), (0.7, 0.40), (0.8, 0.34), (0.9, 0.24))
-"""(momentum, largest stable outer lr) of Algorithm 2 to the letter: linear model of one delayed outer step
-whose local movement starts from the anchor again, largest over all contraction rates of local training."""
 
 
 def _quorum(spec: RunSpec) -> Iterator[Finding]:
@@ -270,15 +267,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Finding]]], ...
 
 def warnings_for(spec: RunSpec) -> list[str]:
     """What is allowed but probably not meant, a sentence each."""
-    found = []
-    if spec.overlap.mode == "paper":
-        limit = stable_paper_lr(spec.outer.momentum)
-        if spec.outer.lr > limit:
-            found.append(
-                f"outer.lr = {spec.outer.lr:g} with momentum {spec.outer.momentum:g} is above {limit:.2f}, "
-                'the largest that is stable with overlap.mode = "paper": the loss will probably diverge. '
-                'mode = "arrival" takes 0.7'
-            )
+    found = unstable(spec)
     if spec.inner.schedule in ("1f1b", "gpipe") and spec.inner.microbatches < spec.model.stages:
         found.append(
             f"inner.microbatches = {spec.inner.microbatches}: a cluster of more processes, and it may have "
@@ -300,13 +289,3 @@ def warnings_for(spec: RunSpec) -> list[str]:
         except DataError as error:
             found.append(f"{error}; its size was not checked against the model")
     return found
-
-
-def stable_paper_lr(momentum: float) -> float:
-    """Largest stable outer lr of overlap `paper`; straight lines between
-    the points of STABLE_PAPER_LR, and on to 0 at momentum 1."""
-    points = (*STABLE_PAPER_LR, (1.0, 0.0))
-    for (left, high), (right, low) in zip(points, points[1:], strict=False):
-        if left <= momentum <= right:
-            return high + (low - high) * (momentum - left) / (right - left)
-    raise ValueError(f"momentum = {momentum}, must be at least 0 and below 1")

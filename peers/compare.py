@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import click
 import torch
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -19,6 +20,7 @@ from rich.table import Table
 from p2p_dilocox.comparison import Cell, Result, Setup, Summary, prepare, read_cell, run_cell, summarise
 from p2p_dilocox.errors import StateError
 from p2p_dilocox.recipe import recipes
+from p2p_dilocox.stability import unstable
 from p2p_dilocox.swarm.process import die_with_parent
 
 from .view import bytes_text, console
@@ -37,8 +39,9 @@ def compare(
     Raises SpecError for a recipe that does not exist or a setting that it refuses, before anything runs.
     """
     cells = [Cell(name, seed) for name in names or list(recipes()) for seed in seeds]
-    for cell in cells:
-        setup.spec(cell.recipe, cell.seed)
+    specs = [setup.spec(cell.recipe, cell.seed) for cell in cells]
+    for warning in dict.fromkeys(f"{s.run.recipe}: {w}" for s in specs for w in unstable(s, setup.clusters)):
+        click.echo(f"warning: {warning}", err=True)
     out.mkdir(parents=True, exist_ok=True)
     screen = console()
     with Progress(

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
 from p2p_dilocox.errors import LinkError, SpecError, StateError
 from p2p_dilocox.placement import check_microbatches, place
 from p2p_dilocox.ports import check_port, shift_port
 from p2p_dilocox.runspec import RunSpec, parse_run
 from p2p_dilocox.spec_diff import spec_diff
+from p2p_dilocox.stability import unstable
 from p2p_dilocox.state_dir import locked_state_dir, write_atomic
 from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.maddr import check_maddr
@@ -99,6 +102,8 @@ def join_run(options: JoinOptions) -> int:
         link = with_kept_peers(state, link)
         text = fetch_spec(link)
         spec = _keep_spec(state, text, link)
+        for warning in unstable(spec):
+            click.echo(f"warning: {warning}", err=True)
         source_files(spec.data)  # before anything joins the swarm: are the files here?
         vocabulary_size(spec.data.tokenizer)
         devices = parse_devices(wanted_devices, spec.model.stages)

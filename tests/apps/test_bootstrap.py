@@ -28,11 +28,16 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
+UNSTABLE = '[overlap]\nmode = "paper"\n[outer]\nlr = 0.7\nmomentum = 0.9\n'
+
+
 @pytest.mark.swarm
 def test_serve_from_start_to_end(tmp_path: Path, run_file: Path, start: Start) -> None:
     """One long test: every step of it needs the server that the steps before have used."""
     state = tmp_path / "state"
+    run_file.write_text(f"{run_file.read_text()}{UNSTABLE}")
     serve = start("dilocox-bootstrap", "serve", "--run", run_file, "--state-dir", state, "--listen", LOOPBACK)
+    serve.read_until("warning: outer.lr = 0.7 with momentum 0.9 is above 0.25")
     link_text = serve.read_until("dilocox://")
     serve.read_until("loopback")  # the warning that others cannot use it
 
@@ -43,6 +48,10 @@ def test_serve_from_start_to_end(tmp_path: Path, run_file: Path, start: Start) -
 
     link = JoinLink.parse(link_text)
     assert fetch(link) == run_file.read_text()
+
+    refused = start("dilocox-peer", "join", link_text, "--devices", "cpu:3", "--state-dir", tmp_path / "peer")
+    assert refused.wait() == 2  # two stages
+    assert "warning: outer.lr = 0.7 with momentum 0.9 is above 0.25" in refused.output
 
     second = start(
         "dilocox-bootstrap", "serve", "--run", run_file, "--state-dir", state, "--listen", LOOPBACK

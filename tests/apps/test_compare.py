@@ -4,6 +4,7 @@ import csv
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from p2p_dilocox.peers.cli import main
@@ -14,7 +15,9 @@ def peer(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
 
-def test_two_recipes_side_by_side_as_table_json_csv_and_plot(tmp_path: Path) -> None:
+def test_two_recipes_side_by_side_as_table_json_csv_and_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run.toml").write_text(TEXT)
     shared = ("--run", tmp_path / "run.toml", "--clusters", "2", "--steps", "8", "--out", tmp_path / "out")
     done = peer("compare", "fedavg", "dilocox", "--json", *shared)
@@ -29,8 +32,10 @@ def test_two_recipes_side_by_side_as_table_json_csv_and_plot(tmp_path: Path) -> 
     points = json.loads((tmp_path / "out" / "comparison.json").read_text())[0]["points"]
     assert [p["t"] for p in points] == [0, 1, 2]
 
+    monkeypatch.setattr("p2p_dilocox.peers.compare.unstable", lambda _spec, n: [f"{n} too many"])
     again = peer("compare", "fedavg", "dilocox", *shared)  # from the files of the first call
-    rows = [line.split() for line in again.output.splitlines()]
+    assert "warning: fedavg: 2 too many\nwarning: dilocox: 2 too many\n" in again.stderr
+    rows = [line.split() for line in again.stdout.splitlines()]
     assert [row[0] for row in rows[:3]] == ["recipe", records[0]["recipe"], records[1]["recipe"]]
     assert rows[1][1] == f"{records[0]['val_loss']:.4f}"
 

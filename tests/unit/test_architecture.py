@@ -30,6 +30,7 @@ WORDS = {
     "selection",
     "settings",
     "spec_diff",
+    "stability",
     "suggest",
     "tokenizer",
     "toml_lines",
@@ -102,7 +103,10 @@ ARROWS = {
 }
 APPS = {"peers", "bootstrap"}
 # Pure arithmetic: tensors and the standard library, no sockets, no files of ours, no Hugging Face.
-PURE = {"compression", "controller", "local_outer", "offload", "outer", "outer_step", "overlap", "selection"}
+PURE = {
+    "compression", "controller", "local_outer", "offload", "outer", "outer_step", "overlap", "selection",
+    "stability",
+}  # fmt: skip
 PURE_MAY_IMPORT = {"numpy", "torch"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "tools"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Factory", "Mixin")

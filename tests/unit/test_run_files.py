@@ -93,17 +93,10 @@ def paper(lr: float, momentum: float) -> RunSpec:
     return parse_run(GOOD + f'[overlap]\nmode = "paper"\n[outer]\nlr = {lr}\nmomentum = {momentum}\n')
 
 
-@pytest.mark.parametrize(
-    ("momentum", "limit"),
-    [(0.0, 0.98), (0.3, 0.70), (0.5, 0.56), (0.6, 0.48), (0.7, 0.40), (0.9, 0.24), (0.95, 0.12)],
-)
-def test_paper_overlap_warns_above_its_stable_outer_rate(momentum: float, limit: float) -> None:
-    assert warnings_for(paper(limit - 0.001, momentum)) == []
-    (warning,) = warnings_for(paper(limit + 0.001, momentum))
-    assert f"above {limit:.2f}" in warning
-
-
-def test_only_the_paper_overlap_warns() -> None:
+def test_a_learning_rate_that_will_diverge_is_a_warning() -> None:
+    assert warnings_for(paper(0.5, 0.5)) == []
+    (warning,) = warnings_for(paper(0.7, 0.9))
+    assert warning.startswith("outer.lr = 0.7 with momentum 0.9 is above 0.25")
     assert warnings_for(parse_run(GOOD + "[outer]\nlr = 0.7\nmomentum = 0.9\n")) == []
 
 
