@@ -7,12 +7,13 @@ round that led to it, which comes with every checkpoint and every download: `rec
 that is measured anew.
 """
 
-import math
 from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from p2p_dilocox.averaging.outcome import OuterStep
 from p2p_dilocox.controller import RankChoice, band, inner_steps, literal, utilisation
-from p2p_dilocox.settings import RunSpec, first_inner_steps, most_inner_steps
+from p2p_dilocox.settings import RunSpec, adapted_inner_steps, first_inner_steps
 
 __all__ = ["Adapting", "build_adapting"]
 
@@ -28,10 +29,12 @@ class Adapting:
     def __init__(self, spec: RunSpec, stage_of: Mapping[str, int]) -> None:
         self._spec, self._adapt, self._first = spec, spec.adapt, spec.compression.lowrank
         self._stages = {s: [n for n, of in stage_of.items() if of == s] for s in sorted({*stage_of.values()})}
-        self._least_h = self._adapt.H_min or math.ceil(spec.inner.H / 4)
-        self._most_h = most_inner_steps(spec)
+        self._least_h, self._most_h = adapted_inner_steps(spec)
         self._choices: dict[int, RankChoice] = {}
+        self._ranks: dict[int, int] = {}  # of the last round; `_choices` has those of the next
         self._H = 0
+        self._why: dict[int, str] = {}  # of each stage's choice
+        self._why_h = ""
         self._comm_s: float | None = None  # of a round that we were in; None: of none yet
         self._step_s = 0.0
 
@@ -52,14 +55,22 @@ class Adapting:
         """H as this cluster wants it, 0 if it does not know. ranks: `wishes`, summed over its ranks."""
         if not self._H:
             return 0
-        adapt, inner = self._adapt, self._spec.inner
-        if self._comm_s is None:  # what has led to the present H is not measured yet
+        band = self._adapt.rule == "band"
+        if band and self._comm_s is None:  # what has led to the present H is not measured yet
             return self._H
+        comm_s = self._comm_s or 0.0 if band else 0.0
         alpha = max(ranks, default=0.0) / self._first if self._first and any(ranks) else 1.0
-        return inner_steps(
-            alpha, first=inner.H, least=self._least_h, most=self._most_h,
-            comm_s=self._comm_s, step_s=self._step_s, overlap=adapt.overlap,
+        of_rank, wish = (
+            inner_steps(
+                alpha, first=self._spec.inner.H, least=self._least_h, most=self._most_h,
+                comm_s=seconds, step_s=self._step_s, overlap=self._adapt.overlap,
+            )
+            for seconds in (0.0, comm_s)
         )  # fmt: skip
+        self._why_h = f"the rank is {alpha:.0%} of the first"
+        if wish > of_rank:
+            self._why_h = f"a round takes {comm_s:.1f} s, an inner step {self._step_s:.2f} s"
+        return wish
 
     def recall(self, lowrank: Sequence[int], H: int) -> None:  # noqa: N803
         """What the members of a round have agreed on: see `OuterStep`."""
@@ -69,34 +80,43 @@ class Adapting:
             choice = self._choices.get(stage)
             if choice is None or choice.r != r:
                 self._choices[stage] = RankChoice(r)
+                self._why.pop(stage, None)
+            self._ranks[stage] = r
 
-    def learn(self, step: OuterStep, seconds: float) -> str:
-        """A committed round. seconds: of it, if we were in it. A sentence if rank or H change, else ""."""
-        h_before = self._H or self._spec.inner.H
+    def learn(self, step: OuterStep, seconds: float, sent_bytes: int = 0) -> str:
+        """A committed round. seconds, sent_bytes: of it, if we were in it. If it was the first of another
+        rank or leads to another H, a sentence that says so and why; else ""."""
+        before, h_before = dict(self._ranks), self._H or self._spec.inner.H
         if step.own is not None:
             self._comm_s = (
                 seconds if self._comm_s is None else self._comm_s + _SMOOTH * (seconds - self._comm_s)
             )
         self.recall(step.lowrank, step.H)
-        changes = []
+        agreed = "the members agreed on it"
+        changes = [
+            f"stage {stage}: lowrank {before[stage]} -> {r}: {self._why.get(stage, agreed)}"
+            for stage, r in self._ranks.items()
+            if before.get(stage, r) != r
+        ]
+        if h_before != self._H:
+            changes.append(f"H {h_before} -> {self._H}: {self._why_h or agreed}")
+        if changes and sent_bytes:
+            changes.append(f"{sent_bytes / 1e6:.3g} MB sent")
         for stage, names in self._stages.items():
-            choice = self._choices[stage]
             factors = {n: step.average.factors[n] for n in names if n in step.average.factors}
             if factors:
-                u = utilisation(factors, self._adapt.energy)
-                rule = literal if self._adapt.rule == "literal" else band
-                after = rule(choice, u, c=self._adapt.window, first=self._first)
-                if after.r != choice.r:
-                    changes.append(
-                        f"stage {stage}: lowrank {choice.r} -> {after.r}: {self._adapt.energy:.0%} of the "
-                        f"energy of an average is in {u * choice.r:.0f} directions"
-                    )
-                choice = after
-            self._choices[stage] = choice
-        if h_before != self._H:
-            round_s = f"a round takes {self._comm_s:.1f} s, " if self._comm_s is not None else ""
-            changes.append(f"H {h_before} -> {self._H}: {round_s}an inner step {self._step_s:.2f} s")
+                self._choose(stage, factors)
         return "; ".join(changes)
+
+    def _choose(self, stage: int, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """The rank of a stage in the next round. factors: of an average."""
+        choice, c, energy = self._choices[stage], self._adapt.window, self._adapt.energy
+        k = choice.r * utilisation(factors, energy)
+        rule = literal if self._adapt.rule == "literal" else band
+        after = self._choices[stage] = rule(choice, k, c=c, first=self._first)
+        if after.r != choice.r:
+            used = f"{choice.used(k, c):.1f} directions of the last {c} averages"
+            self._why[stage] = f"{energy:.0%} of the energy fits into {used}"
 
 
 def build_adapting(

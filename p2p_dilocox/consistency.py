@@ -6,7 +6,7 @@ from pathlib import Path
 
 from p2p_dilocox.errors import DataError, ModelError
 from p2p_dilocox.model_config import count_of, load_model_config
-from p2p_dilocox.settings import RunSpec, most_inner_steps, total_inner_steps
+from p2p_dilocox.settings import RunSpec, adapted_inner_steps, most_inner_steps, total_inner_steps
 from p2p_dilocox.stability import unstable
 from p2p_dilocox.tokenizer import EMBEDDED_TOKENIZER, end_of_text_id, vocabulary_size
 
@@ -81,7 +81,7 @@ def _adapt(spec: RunSpec) -> Iterator[Finding]:
     if spec.outer.average == "gradient" and (adapt.rule != "none" or adapt.startup_steps > 0):
         yield "outer.average", 'cannot be "gradient" with an adapt.rule or a start-up phase'
     if spec.overlap.mode == "delay":
-        least = adapt.H_min or -(-spec.inner.H // 4) if adapt.rule != "none" else spec.inner.H
+        least, _ = adapted_inner_steps(spec)
         least = min(least, adapt.startup_H) if adapt.startup_steps else least
         if spec.overlap.delay > least:
             yield "overlap.delay", f"must be at most {least}, the least H that an outer step may have"

@@ -1,15 +1,16 @@
 """Rank and H while a run goes on: AdaGradCmp, Algorithm 3 of DiLoCoX (arXiv 2506.21263). Data in, data out.
 
-Its inputs are as printed: a window of c outer steps, the first rank and H, the effective rank of the average.
-What follows from them is not, and the plain reading fails: an average has no more than r directions, so what
-is measured follows what was chosen. The mean of effective ranks shrinks the rank to nothing, and a ratio to
-the first window never moves. So the rule here (`band`) asks how much of the rank is used, and leaves it alone
-while that is more than three quarters. `literal` is the plain reading, for comparison.
+Its inputs are as printed: a window of c outer steps, r_1, H_1, and the effective rank r'_t of the average.
+`literal` is the plain reading of what follows: r_t is r_1 while t < c, then the mean of the last c effective
+ranks, and H_t = alpha H_1 with the reduction ratio alpha = r_t / r_1. It fails: an average has no more than r
+directions, so what is measured follows what was chosen, and the rank shrinks to nothing. So our rule (`band`)
+asks how much of the rank is used, and leaves it alone while that is more than three quarters.
 """
 
 # m, n: rows, columns of a matrix   r: lowrank   k: effective rank   u: utilisation, k / r
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,10 +25,14 @@ _FLOOR = 4  # of the rank; a quarter of the first one, if that is more
 
 @dataclass(frozen=True)
 class RankChoice:
-    """The rank of a stage, and the utilisations since it was chosen, the newest last."""
+    """The rank of a stage, and the last effective ranks, the newest last."""
 
     r: int
     window: tuple[float, ...] = ()
+
+    def used(self, k: float, c: int) -> float:
+        """The mean of the last c effective ranks, with k as the newest."""
+        return statistics.fmean((*self.window, k)[-c:])
 
 
 def effective_rank(q: Tensor, energy: float) -> int:
@@ -56,25 +61,25 @@ def utilisation(factors: Mapping[str, tuple[Tensor, Tensor]], energy: float) -> 
     return used / full if full else 1.0
 
 
-def band(choice: RankChoice, u: float, *, c: int, first: int) -> RankChoice:
+def band(choice: RankChoice, k: float, *, c: int, first: int) -> RankChoice:
     """After c outer steps of one rank: cut to what is used, over 0.85, if less than 0.75 is. It never grows.
+    k: mean effective rank of an average, its directions times `utilisation`.
 
     The band between the two is what stops it: a rank that was cut is used to 0.85, which is above 0.75.
     """
-    window = (*choice.window, u)[-c:]
-    mean = sum(window) / len(window)
-    if len(window) < c or mean >= _LEAST_USED:
+    window, used = (*choice.window, k)[-c:], choice.used(k, c)
+    if len(window) < c or used >= _LEAST_USED * choice.r:
         return RankChoice(choice.r, window)
-    r = max(_FLOOR, math.ceil(first / 4), math.ceil(choice.r * mean / _TARGET))
+    r = max(_FLOOR, math.ceil(first / 4), math.ceil(used / _TARGET))
     return RankChoice(r) if r < choice.r else RankChoice(choice.r, window)
 
 
-def literal(choice: RankChoice, u: float, *, c: int, first: int) -> RankChoice:
-    """From c outer steps on, the mean of the last c effective ranks, at most the first."""
-    window = (*choice.window, u * choice.r)[-c:]
+def literal(choice: RankChoice, k: float, *, c: int, first: int) -> RankChoice:
+    """The first rank for c outer steps, then the mean of the last c effective ranks, rounded."""
+    window = (*choice.window, k)[-c:]
     if len(window) < c:
         return RankChoice(choice.r, window)
-    return RankChoice(max(1, min(first, round(sum(window) / c))), window)
+    return RankChoice(max(1, min(first, math.floor(choice.used(k, c) + 0.5))), window)
 
 
 def inner_steps(
@@ -87,7 +92,8 @@ def inner_steps(
     of it costs less loss than a round that is hidden by a hair.
     """
     hidden = math.ceil(comm_s / (overlap * step_s)) if step_s > 0 else 0
-    return min(most, max(least, math.ceil(alpha * first), hidden))
+    follows = math.ceil(alpha * first - 1e-9)  # 7 / 25 * 25 is 7.000000000000001
+    return min(most, max(least, follows, hidden))
 
 
 def agreed(wishes: Sequence[int]) -> int:

@@ -162,10 +162,13 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted(Event):
-    """Rank or H change after outer step t; `message` says from what to what, and why."""
+    """Outer step t was the first of another rank, or leads to another H; `message` says from what to what,
+    and why. lowrank: of every stage. H: of the outer steps that follow."""
 
     kind: ClassVar[str] = "adapted"
     t: int
+    lowrank: list[int]
+    H: int
     message: str
 
 

@@ -109,7 +109,8 @@ def parse_run(text: str, *, name: str = "run.toml") -> RunSpec:
 
 def parse_run_as(text: str, recipe: str, *, seed: int, inner_steps: int, name: str = "run.toml") -> RunSpec:
     """The run of `text` by another method: the same model, data and inner optimizer, all else as `recipe` has
-    it, and as many outer steps as `inner_steps` inner steps make. Raises SpecError as parse_run does.
+    it, and as many outer steps as `inner_steps` inner steps make. One that adapts has its H pinned, so that
+    it trains on as many tokens. Raises SpecError as parse_run does.
     """
     tables = {k: v for k, v in _tables(text, name).items() if k not in _OF_METHODS}
     method, inner = recipes().get(recipe), dict(tables.get("inner", {}))
@@ -119,6 +120,8 @@ def parse_run_as(text: str, recipe: str, *, seed: int, inner_steps: int, name: s
         inner["H"] = H = method.inner.get("H", max(1, H // method.schedule.fragments))
     outer_steps = max(1, inner_steps // H) if isinstance(H, int) and H > 0 else 1
     run = {**tables.get("run", {}), "recipe": recipe, "seed": seed, "outer_steps": outer_steps}
+    if method is not None and method.adapt.rule != "none":
+        tables["adapt"] = {"H_min": H, "H_max": H}
     return _read({**tables, "run": run, "inner": inner}, {}, name)
 
 

@@ -13,7 +13,7 @@ from p2p_dilocox.placement import SCHEDULES
 
 __all__ = [
     "Adapt", "Checkpoint", "Compression", "Data", "Deadlines", "Eval", "Inner", "Local", "Model", "Outer",
-    "Overlap", "Rule", "Run", "RunSpec", "Schedule", "first_inner_steps",
+    "Overlap", "Rule", "Run", "RunSpec", "Schedule", "adapted_inner_steps", "first_inner_steps",
     "inner_steps_before", "is_finite", "most_inner_steps", "tokens_per_outer_step", "total_inner_steps",
 ]  # fmt: skip
 
@@ -262,8 +262,12 @@ class Adapt:
     window: Annotated[int, at_least(1), "outer steps that a rank is judged by (c)"] = 5
     energy: Annotated[float, fraction, "part of an average's energy that its effective rank has"] = 0.95
     overlap: Annotated[float, fraction, "part of an outer step that a round may take (f)"] = 0.5
-    H_min: Annotated[int, at_least(0), "least inner steps per outer step; 0: a quarter of inner.H"] = 0
-    H_max: Annotated[int, at_least(0), "most inner steps per outer step; 0: four times inner.H"] = 0
+    H_min: Annotated[
+        int, at_least(0), "least inner steps per outer step; 0: a quarter of inner.H, with literal 1"
+    ] = 0
+    H_max: Annotated[
+        int, at_least(0), "most inner steps per outer step; 0: four times inner.H, with literal inner.H"
+    ] = 0
     startup_steps: Annotated[int, at_least(0), "outer steps of the start-up phase, with any rule"] = 0
     startup_H: Annotated[int, at_least(1), "inner steps per outer step of the start-up phase"] = 1
 
@@ -322,11 +326,19 @@ def first_inner_steps(spec: RunSpec, t: int) -> int:
     return spec.adapt.startup_H if t <= spec.adapt.startup_steps else spec.inner.H
 
 
+def adapted_inner_steps(spec: RunSpec) -> tuple[int, int]:
+    """The least and the largest H after the start-up phase."""
+    adapt, H = spec.adapt, spec.inner.H
+    if adapt.rule == "none":
+        return H, H
+    least, most = (1, H) if adapt.rule == "literal" else (math.ceil(H / 4), 4 * H)
+    return adapt.H_min or least, adapt.H_max or most
+
+
 def most_inner_steps(spec: RunSpec) -> int:
     """The largest H that an outer step may have."""
-    adapt, H = spec.adapt, spec.inner.H
-    adapted = adapt.H_max or 4 * H if adapt.rule != "none" else H
-    return max(adapted, adapt.startup_H) if adapt.startup_steps else adapted
+    adapt, (_, most) = spec.adapt, adapted_inner_steps(spec)
+    return max(most, adapt.startup_H) if adapt.startup_steps else most
 
 
 def inner_steps_before(spec: RunSpec, t: int) -> int:

@@ -276,8 +276,13 @@ def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
         _take_outer_steps(spec, rank, outcome)
     for step in outcome.steps:
         rank.backlog.learn(step, delivered=step.own is not None and offered(step, rank.cluster_id))
-        if rank.adapting and (change := rank.adapting.learn(step, outcome.seconds)):
-            rank.report(Adapted(rank=rank.index, t=step.t, message=change))
+        if not rank.adapting:
+            continue
+        sent_bytes = outcome.sent_bytes if step.t == outcome.t else 0
+        if change := rank.adapting.learn(step, outcome.seconds, sent_bytes):
+            ranks = [r or spec.compression.lowrank for r in step.lowrank]
+            H = rank.adapting.H(step.t + 1)
+            rank.report(Adapted(rank=rank.index, t=step.t, lowrank=ranks, H=H, message=change))
 
 
 def _take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:

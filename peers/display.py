@@ -93,9 +93,7 @@ class PlainDisplay:
                 self.say(f"outer {event.t} dropped  {progress.dropped[event.t]}")
             case StepSkipped() if event.rank == 0:
                 self.say(progress.log[-1][1])
-            case Adapted():
-                self.say(f"outer {event.t}  {event.message}")
-            case Warned() | CheckpointFailed():
+            case Adapted() | Warned() | CheckpointFailed():
                 self.say(progress.log[-1][1])
 
     def tick(self) -> None: ...

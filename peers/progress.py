@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2p_dilocox.events import (
+    Adapted,
     Checkpointed,
     CheckpointFailed,
     Evaluated,
@@ -116,6 +117,8 @@ class Progress:
                 self.skipped_steps += 1
                 self.t, self.h, self.H = max((self.t, self.h), (event.t, event.h)) + (event.H,)
                 self.log.append((event.time, printable(event.message, 400)))
+            case Adapted():
+                self.log.append((event.time, f"outer {event.t}  {printable(event.message, 400)}"))
             case Warned():
                 self.log.append((event.time, f"rank {event.rank}: {printable(event.message, 400)}"))
             case Finished():

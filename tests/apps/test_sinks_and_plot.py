@@ -1,13 +1,14 @@
 """Where events go: files of JSON lines, TensorBoard, a plot."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from p2p_dilocox.errors import StateError
-from p2p_dilocox.events import Evaluated, Event, Finished, InnerStep, Phase, RoundCommitted
+from p2p_dilocox.events import Adapted, Evaluated, Event, Finished, InnerStep, Phase, RoundCommitted
 from p2p_dilocox.plot import load_curves, plot_curves
 from p2p_dilocox.sinks import JsonlSink, TensorBoardSink, read_events
 
@@ -103,6 +104,24 @@ def test_the_plot_is_a_png_of_the_size_it_says(tmp_path: Path) -> None:
     header = out.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", header[16:]) == (1500, 450)
+
+
+def test_rank_and_h_are_drawn_with_the_reasons_of_their_changes(tmp_path: Path) -> None:
+    """Two ranks, of a stage each; both say what H is."""
+    said = ("stage 0: lowrank 8 -> 5: because", "stage 1: lowrank 8 -> 6: because")
+    changes = [Adapted(rank=r, t=2, lowrank=[5, 6], H=1, message=f"{said[r]}; H 2 -> 1: so") for r in (0, 1)]
+    sink = JsonlSink(tmp_path / "events.jsonl")
+    later = inner(3, 1)
+    for event in (*EVENTS, *changes, replace(later, H=1), commit(3, 0), commit(3, 1)):
+        sink.write(event)
+    sink.close()
+    curves = load_curves(tmp_path)
+    assert curves.ranks == {0: [(1, 8), (2, 5), (3, 5)], 1: [(1, 8), (2, 6), (3, 6)]}
+    assert curves.H == [(1, 2), (2, 2), (3, 1)]
+    assert curves.changes == {2: f"{said[0]}; H 2 -> 1: so; {said[1]}"}
+    out = tmp_path / "adapted.png"
+    plot_curves([curves], out)
+    assert struct.unpack(">II", out.read_bytes()[16:24]) == (1500, 900)
 
 
 def test_a_directory_without_losses_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The controller in force: through the roll call, the rounds and the trainer, in simulated clusters."""
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -63,8 +65,11 @@ def test_all_clusters_cut_the_same_stages_at_the_same_time_and_end_equal(
     digests = simulation.parameter_digests()
     assert digests[0] == digests[1] == digests[2]
     changes = [[(e.t, e.message) for e in events if isinstance(e, Adapted)] for events in heard[:2]]
-    assert changes[0] == changes[1] and "lowrank 12 -> " in changes[0][0][1] and changes[0][0][0] == 2
+    assert changes[0] == changes[1] and changes[0][0][0] == 3
     rounds = [e for e in heard[0] if isinstance(e, RoundCommitted)]
+    why = r"50% of the energy fits into \d\.\d directions of the last 2 averages"
+    sent = f"{rounds[2].sent_bytes / 1e6:.3g} MB sent"
+    assert re.fullmatch(rf"(stage \d: lowrank 12 -> \d: {why}; )+{sent}", changes[0][0][1])
     ranks = [e.lowrank for e in rounds]
     assert ranks[:2] == [12, 12] and ranks[-1] < 12 and ranks == sorted(ranks, reverse=True)
     assert rounds[-1].sent_bytes < rounds[0].sent_bytes
@@ -84,6 +89,74 @@ def test_the_start_up_phase_has_its_own_h_and_no_jump_in_the_learning_rate(
     assert [e.lr for e in steps] == [learning_rate(spec.inner, n, 11) for n in range(11)]
     digests = simulation.parameter_digests()
     assert digests[0] == digests[1]
+
+
+def equal_directions(k: int, r: int) -> Tensor:
+    """Q [20, r] of an average whose energy is in k directions, the same in each: its effective rank is k."""
+    return torch.eye(20)[:, :r] * (torch.arange(r) < k)
+
+
+def test_algorithm_3_to_the_letter_as_computed_by_hand() -> None:
+    """c = 3, r_1 = 12, H_1 = 24; the last column is alpha H_1 with alpha = r_t / r_1, rounded up."""
+    more = '[compression]\nlowrank = 12\n[adapt]\nrule = "literal"\nwindow = 3\n'
+    spec = spec_of("dilocox-paper", 20, more)
+    adapting = Adapting(replace(spec, inner=replace(spec.inner, H=24)), {"w": 1})
+    adapting.trained(1.0)
+    by_hand = [  # effective rank r'_t, r_{t+1}, H
+        (12, 12, 24),  # t < c
+        (9, 12, 24),
+        (9, 10, 20),  # (12 + 9 + 9) / 3
+        (6, 8, 16),  # (9 + 9 + 6) / 3
+        (8, 8, 16),  # 23 / 3
+        (2, 5, 10),  # 16 / 3
+        (5, 5, 10),
+        (1, 3, 6),  # 8 / 3
+        (3, 3, 6),
+        (1, 2, 4),  # 5 / 3
+    ]
+    r, H = 12, 24
+    for t, (k, r_after, h_after) in enumerate(by_hand, 1):
+        adapting.learn(outer_step(t, equal_directions(k, r), [12, r], H), 500.0)  # no round's time matters
+        (_, wish) = adapting.wishes()
+        assert (t, wish, adapting.wish_for_h([0.0, wish])) == (t, r_after, h_after)
+        r, H = r_after, h_after
+        assert adapting.H(t + 1) <= 24
+
+
+def test_the_recipe_of_the_paper_follows_the_averages_of_its_own_run(corpus: Corpus, tmp_path: Path) -> None:
+    """Ranks and H of two clusters, against singular values of P Q^T and the rule in two lines."""
+    spec = spec_of("dilocox-paper", 12, "[compression]\nlowrank = 12\n[adapt]\nwindow = 3\n")
+    spec = replace(spec, inner=replace(spec.inner, H=6))
+    simulation = Simulation(spec, [Place(cluster_id=c) for c in "ab"], corpus, histories=tmp_path)
+    rank, found = simulation.clusters[0].rank, list[OuterStep]()
+    assert rank.adapting is not None
+    learn, h_of = rank.adapting.learn, list[int]()
+
+    def kept(step: OuterStep, seconds: float, sent_bytes: int = 0) -> str:
+        found.append(step)
+        return learn(step, seconds, sent_bytes)
+
+    rank.adapting.learn = kept  # type: ignore[method-assign]
+    rank.report = _both(rank.report, lambda e: h_of.append(e.H) if isinstance(e, InnerStep) else None)
+    simulation.run()
+    used: dict[int, list[float]] = {0: [], 1: []}
+    expected = [12, 12]
+    for step in found:
+        assert [r or 12 for r in step.lowrank] == expected, step.t
+        for stage, ks in used.items():
+            costs = []
+            for name, (p, q) in step.average.factors.items():
+                if rank.pipeline.stage_of[name] == stage:
+                    squares = torch.linalg.svdvals((p @ q.T).double()).square().cumsum(0)
+                    k = 1 + int((squares < 0.95 * squares[-1]).sum())
+                    costs.append((k, len(p) + len(q)))
+            ks.append(sum(k * cost for k, cost in costs) / sum(cost for _, cost in costs))
+            if len(ks) >= 3:
+                expected[stage] = min(12, math.floor(sum(ks[-3:]) / 3 + 0.5))
+        assert math.ceil(max(step.lowrank) / 12 * 6 - 1e-9) == step.H  # 0 while nobody knows
+    assert max(expected) < 12 and h_of[0] == 6 and h_of[-1] == math.ceil(max(found[-2].lowrank) / 2)
+    assert simulation.parameter_digests()[0] == simulation.parameter_digests()[1]
+    assert check_history(read_history(tmp_path / f"{c}.jsonl" for c in "ab")) == []
 
 
 def ready(cluster: str, lowrank: list[int], H: int) -> Ready:

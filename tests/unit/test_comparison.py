@@ -9,6 +9,7 @@ from p2p_dilocox.comparison import Cell, Result, Setup, prepare, read_cell, run_
 from p2p_dilocox.errors import SpecError, StateError
 from p2p_dilocox.recipe import recipes
 from p2p_dilocox.runspec import parse_run_as
+from p2p_dilocox.settings import adapted_inner_steps
 from p2p_dilocox.simulation import Point
 from p2p_dilocox.traffic import fp16_bytes, model_tensors
 
@@ -67,6 +68,7 @@ def test_every_recipe_makes_as_many_inner_steps(name: str) -> None:
     assert spec.run.outer_steps * spec.inner.H == 8
     own = recipes()[name].inner.get("H", 4 // recipes()[name].schedule.fragments)
     assert max(1, own) == spec.inner.H
+    assert adapted_inner_steps(spec) == (spec.inner.H, spec.inner.H)
 
 
 def test_what_a_recipe_cannot_be_is_said_before_anything_runs() -> None:

@@ -67,7 +67,7 @@ def followed(rule: str, first: int, steps: int = 60) -> list[int]:
     for _ in range(steps):
         kept = factor(SPECTRUM[: choice.r])
         u = utilisation({"a": (torch.zeros(80, choice.r), kept)}, 0.95)
-        choice = (band if rule == "band" else literal)(choice, u, c=5, first=first)
+        choice = (band if rule == "band" else literal)(choice, u * choice.r, c=5, first=first)
         ranks.append(choice.r)
     return ranks
 
