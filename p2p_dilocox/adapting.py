@@ -34,7 +34,7 @@ class Adapting:
         self._ranks: dict[int, int] = {}  # of the last round; `_choices` has those of the next
         self._H = 0
         self._why: dict[int, str] = {}  # of each stage's choice
-        self._why_h = ""
+        self._wish_h, self._why_h = 0, ""
         self._comm_s: float | None = None  # of a round that we were in; None: of none yet
         self._step_s = 0.0
 
@@ -70,6 +70,7 @@ class Adapting:
         self._why_h = f"the rank is {alpha:.0%} of the first"
         if wish > of_rank:
             self._why_h = f"a round takes {comm_s:.1f} s, an inner step {self._step_s:.2f} s"
+        self._wish_h = wish
         return wish
 
     def recall(self, lowrank: Sequence[int], H: int) -> None:  # noqa: N803
@@ -99,9 +100,9 @@ class Adapting:
             if before.get(stage, r) != r
         ]
         if h_before != self._H:
-            changes.append(f"H {h_before} -> {self._H}: {self._why_h or agreed}")
+            changes.append(f"H {h_before} -> {self._H}: {self._why_h if self._wish_h == self._H else agreed}")
         if changes and sent_bytes:
-            changes.append(f"{sent_bytes / 1e6:.3g} MB sent")
+            changes.append(f"{sent_bytes / 1e6:.3g} MB sent by this rank")
         for stage, names in self._stages.items():
             factors = {n: step.average.factors[n] for n in names if n in step.average.factors}
             if factors:

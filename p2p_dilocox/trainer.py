@@ -189,7 +189,8 @@ def contribute(spec: RunSpec, rank: Rank) -> Offer:
     rank.pipeline.sync_tied_()
     known = delta.error is not None and fresh_sq > 0 and math.isfinite(fresh_sq)
     ratio = math.sqrt(error_sq / fresh_sq) if known else None
-    if (alarm := rank.alarm.hear(ratio)) and rank.index == 0:
+    sparse = spec.compression.top < 1  # keeps most of what was moved for later, as a momentum of its own
+    if (alarm := rank.alarm.hear(None if sparse else ratio)) and rank.index == 0:
         rank.report(Warned(rank=rank.index, message=alarm))
     # One that came back in the middle of an outer step may have trained for more than one: nobody may say so.
     weight = float(min(rank.unsent_tokens, tokens_per_outer_step(spec)))

@@ -154,13 +154,14 @@ class Butterfly(Averaging):
         self.parts = parts
         self.chunks = [[b""] * len(part) for part in parts]
         self._sums = [torch.zeros(p.end - p.start, dtype=terms.dtype) for p in parts[self.me]]
-        self._added: list[set[int]] = [set() for _ in parts[self.me]]
+        self._added = [0] * len(self._sums)  # of each piece so many members' shares, the first ones
+        self._early: list[dict[int, bytes]] = [{} for _ in self._sums]
         loop = asyncio.get_running_loop()
         self._averaged: list[asyncio.Future[bytes]] = [loop.create_future() for _ in parts[self.me]]
 
     def close(self) -> None:
         super().close()
-        self._sums = []
+        self._sums, self._early = [], []
 
     def outgoing(self, member: int) -> list[Piece]:
         return self.parts[member]
@@ -218,14 +219,19 @@ class Butterfly(Averaging):
 
     def _accumulate(self, member: int, index: int, data: bytes) -> bytes | None:
         """The encoded average if this was the last share. In the codec thread: two shares cannot both be the
-        last.
+        last. They are added in the order of members, however they come: sums in floats depend on it.
         """
-        if member in self._added[index]:
+        piece, early = self.parts[self.me][index], self._early[index]
+        if member < self._added[index] or member in early:
             raise MemberFault(member, f"sent chunk {index} twice")
-        values = self._decode(member, self.parts[self.me][index], data)
-        self._sums[index].add_(values, alpha=self.weights[member])
-        self._added[index].add(member)
-        return self._finish(index) if len(self._added[index]) == len(self.weights) else None
+        values = self._decode(member, piece, data)
+        early[member] = data
+        while (share := early.pop(self._added[index], None)) is not None:
+            if share is not data:
+                values = _unpack(share, piece, self.group)
+            self._sums[index].add_(values, alpha=self.weights[self._added[index]])
+            self._added[index] += 1
+        return self._finish(index) if self._added[index] == len(self.weights) else None
 
     def _finish(self, index: int) -> bytes:
         piece, weight = self.parts[self.me][index], self.weights[self.me]

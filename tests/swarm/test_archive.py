@@ -15,7 +15,8 @@ from p2p_dilocox.swarm.identity import ensure_libp2p_identity
 from p2p_dilocox.swarm.node import Node
 
 from .conftest import Swarm
-from .test_training import Peer, join, run_text  # noqa: F401 (join is a fixture)
+from .peer import Peer, run_text
+from .test_training import join  # noqa: F401 (join is a fixture)
 
 host = importlib.import_module("p2p_dilocox.bootstrap.host")
 MakeSwarm = Callable[[str], Swarm]

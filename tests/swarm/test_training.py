@@ -29,106 +29,14 @@ from p2p_dilocox.events import (
 from p2p_dilocox.invariants import check_history, read_history
 from p2p_dilocox.pipeline import Pipeline
 from p2p_dilocox.swarm.identity import SigningKey
-from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.signed import spec_digest
 
 from .conftest import Swarm
 from .expected import plain_training, simulated_training
+from .peer import Peer, run_text
 
-RUN = """
-[run]
-id = "test"
-recipe = "{recipe}"
-seed = 3
-outer_steps = {outer_steps}
-min_clusters = {min_clusters}
-[model]
-stages = 2
-[model.config]
-model_type = "llama"
-vocab_size = 2048
-hidden_size = 64
-intermediate_size = 128
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 2
-max_position_embeddings = 64
-tie_word_embeddings = true
-[data]
-seq_len = 32
-[inner]
-H = 3
-batch_size = 4
-microbatches = 2
-lr = 1e-2
-warmup_steps = 4
-[deadlines]
-round_s = 20.0
-[checkpoint]
-every = 2
-[eval]
-every = 1
-batches = 1
-{more}
-"""
 LOSSLESS = "[compression]\nbits = 64\nreturn_bits = 64\nlowrank = 0\nfeedback = 'none'\n"
 MakeSwarm = Callable[[str], Swarm]
-
-
-def run_text(recipe: str = "dilocox", outer_steps: int = 4, min_clusters: int = 1, more: str = "") -> str:
-    return RUN.format(recipe=recipe, outer_steps=outer_steps, min_clusters=min_clusters, more=more)
-
-
-class Peer:
-    """A cluster of one rank, in a thread, through `run_rank`."""
-
-    def __init__(self, run_rank: Any, wish: Any, net: Swarm, state: Path, name: str) -> None:
-        self.state = state / name
-        self.state.mkdir(exist_ok=True)
-        self.events: list[Event] = []
-        self.wish = wish()
-        self.reached = threading.Condition()
-        self.error: BaseException | None = None
-        config = {
-            "rank": 0, "num_ranks": 1, "device": "cpu", "threads": 1, "state_dir": str(self.state),
-            "link": str(JoinLink("test", net.organiser.public, tuple(net.link[1]))), "rendezvous": "",
-            "run_text": net.text, "name": name, "listen": "/ip4/127.0.0.1/tcp/0", "announce": None,
-            "client": False, "adamw_bits": 32, "offload": False, "schedule": "1f1b", "microbatches": 2,
-            "upload_rate": None,
-        }  # fmt: skip
-        self.on_event: Callable[[Event], None] = lambda _event: None  # in the training loop's thread
-        self.thread = threading.Thread(target=self._run, args=(run_rank, config), name=name)
-        self.thread.start()
-
-    def _run(self, run_rank: Any, config: dict[str, Any]) -> None:
-        try:
-            run_rank(config, self._report, self.wish)
-        except BaseException as error:  # noqa: BLE001 (handed to the test by `finish`)
-            self.error = error
-            with self.reached:
-                self.reached.notify_all()
-
-    def _report(self, event: Event) -> None:
-        with self.reached:
-            self.events.append(event)
-            self.reached.notify_all()
-        self.on_event(event)
-
-    def until(self, done: Callable[[Event], bool]) -> None:
-        with self.reached:
-            assert self.reached.wait_for(lambda: self.error or any(done(e) for e in self.events), 60)
-        if self.error:
-            raise self.error
-
-    def finish(self) -> Finished:
-        self.thread.join(90)
-        if self.error:
-            raise self.error
-        (finished,) = [e for e in self.events if isinstance(e, Finished)]
-        return finished
-
-    def losses(self) -> dict[tuple[int, int], float]:
-        return {(e.t, e.h): e.loss for e in self.events if isinstance(e, InnerStep)}
 
 
 @pytest.fixture
@@ -172,25 +80,6 @@ def test_two_clusters_end_with_equal_parameters_in_every_overlap(
     if overlap != "arrival":  # which depends on when each round arrived
         ids = [h[0]["cluster"] for h in histories]
         assert simulated_training(text, peers[0].state, ids) == first.parameter_digests
-
-
-@pytest.mark.parametrize("recipe", ["overlap-sparta", "streaming", "cocktailsgd", "allreduce"])
-def test_two_clusters_end_with_equal_parameters_under_every_kind_of_schedule(
-    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], recipe: str
-) -> None:
-    net = swarm(
-        run_text(recipe, min_clusters=2, more="[schedule]\nfragments = 2\n" * (recipe == "streaming"))
-    )
-    peers = [join(net, "a"), join(net, "b")]
-    first, second = (p.finish() for p in peers)
-    assert first.parameter_digests == second.parameter_digests
-    for peer in peers:
-        committed = [e for e in peer.events if isinstance(e, RoundCommitted)]
-        assert [e.t for e in committed] == [1, 2, 3, 4]
-        assert all(len(e.members) == 2 and e.included for e in committed)
-        # The last round averages everything.
-        assert recipe == "allreduce" or max(e.sent_bytes for e in committed[:-1]) < committed[-1].sent_bytes
-    assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in peers)) == []
 
 
 @pytest.mark.parametrize("kept", [64, 0])

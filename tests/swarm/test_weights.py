@@ -15,7 +15,8 @@ from p2p_dilocox.model_config import load_model_config
 from p2p_dilocox.runspec import parse_run
 
 from .conftest import Swarm
-from .test_training import MakeSwarm, Peer, run_text
+from .peer import Peer, run_text
+from .test_training import MakeSwarm
 
 Join = Callable[[Swarm, str], Peer]
 

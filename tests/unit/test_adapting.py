@@ -68,7 +68,7 @@ def test_all_clusters_cut_the_same_stages_at_the_same_time_and_end_equal(
     assert changes[0] == changes[1] and changes[0][0][0] == 3
     rounds = [e for e in heard[0] if isinstance(e, RoundCommitted)]
     why = r"50% of the energy fits into \d\.\d directions of the last 2 averages"
-    sent = f"{rounds[2].sent_bytes / 1e6:.3g} MB sent"
+    sent = f"{rounds[2].sent_bytes / 1e6:.3g} MB sent by this rank"
     assert re.fullmatch(rf"(stage \d: lowrank 12 -> \d: {why}; )+{sent}", changes[0][0][1])
     ranks = [e.lowrank for e in rounds]
     assert ranks[:2] == [12, 12] and ranks[-1] < 12 and ranks == sorted(ranks, reverse=True)

@@ -1,14 +1,19 @@
 """A pseudo-gradient through both phases: against float64, and what more bits for few directions buy."""
 
+import asyncio
+import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from p2p_dilocox.averaging.butterfly import Butterfly, Terms
 from p2p_dilocox.averaging.coded import CodedStage, StageLayouts, chunk_ranges
-from p2p_dilocox.compression import Layout, Phase, pack_chunk, unpack_chunk
+from p2p_dilocox.averaging.fault import MemberFault
+from p2p_dilocox.compression import Layout, Phase, Piece, pack_chunk, unpack_chunk
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.recipe import recipes
 from p2p_dilocox.runspec import parse_run
@@ -133,3 +138,28 @@ def test_the_first_directions_of_an_average_are_the_strongest() -> None:
         assert torch.allclose(norms[:4], truth[:4], rtol=0.1)
         assert float((norms[:-1] / norms[1:]).min()) > 0.8
         assert torch.allclose(p_hat.T @ p_hat, torch.eye(16), atol=1e-5)
+
+
+def test_an_average_has_the_same_bits_in_whatever_order_its_shares_come() -> None:
+    """In float32 (a + b) + c is not a + (b + c)."""
+    n, weights = 512, [3.0, 5.0, 7.0, 1.0]
+    piece = Piece(0, n, 32, 32)
+    generator = torch.Generator().manual_seed(0)
+    shares = [torch.randn(n, generator=generator) for _ in weights]
+    coded = [pack_chunk(share, 32, 64) for share in shares]
+
+    async def averaged_in(order: tuple[int, ...], codec: ThreadPoolExecutor) -> Tensor:
+        terms = Terms(torch.float32, weights, [1e3] * 4, 0, 64, codec)
+        averaging = Butterfly([[piece], [], [], []], terms)
+        averaging.set_vector(shares[0])
+        for member in order:
+            await averaging.add(member, 0, coded[member])
+            with pytest.raises(MemberFault, match="twice"):
+                await averaging.add(member, 0, coded[member])
+        return averaging.average
+
+    with ThreadPoolExecutor(1) as codec:
+        found = [asyncio.run(averaged_in(order, codec)) for order in itertools.permutations(range(4))]
+    exact = sum(w * s.double() for w, s in zip(weights, shares, strict=True)) / sum(weights)
+    torch.testing.assert_close(found[0].double(), exact, rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(average, found[0]) for average in found)
