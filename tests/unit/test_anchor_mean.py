@@ -2,20 +2,22 @@
 
 import hashlib
 import importlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 
 from p2p_dilocox.anchor_mean import AnchorMean, mean_of
+from p2p_dilocox.checkpoint import store as saved
 from p2p_dilocox.data import load_tokens
 from p2p_dilocox.data.tokens import Corpus
 from p2p_dilocox.errors import StateError
 from p2p_dilocox.events import Evaluated, Event
+from p2p_dilocox.pieces import digest_file
 from p2p_dilocox.settings import Eval
 from p2p_dilocox.simulation import Place, Simulation
 from p2p_dilocox.swarm.signed import spec_digest
@@ -98,11 +100,13 @@ def test_an_export_may_be_the_mean_of_the_last_checkpoints(tmp_path: Path) -> No
         step, generator = tmp_path / "checkpoints" / f"step-{t}", torch.Generator().manual_seed(t)
         step.mkdir(parents=True)
         anchors.append({n: torch.randn(shape, generator=generator) for n, shape in shapes.items()})
-        content = save({f"anchor/{n}": tensor for n, tensor in anchors[-1].items()})
-        (step / "rank0.safetensors").write_bytes(content)
-        files = {"rank0.safetensors": hashlib.sha256(content).hexdigest()}
-        manifest = {"spec": spec_digest(text), "files": files, "place": {"outer_t": t}}
-        (step / "manifest.json").write_text(json.dumps(manifest))
+        save_file({f"anchor/{n}": tensor for n, tensor in anchors[-1].items()}, step / "stage0.safetensors")
+        files = {"stage0.safetensors": digest_file(step / "stage0.safetensors")}
+        place = saved.Place(t=t + 1, h=0, unsent_tokens=0, outer_t=t, lineage="", members=[], num_ranks=1)
+        manifest = saved.Manifest(spec=spec_digest(text), files=files, place=place)
+        (step / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+        digest = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+        (step / saved.SUMS).write_text(f"{digest}  manifest.json\n")
     export = importlib.import_module("p2p_dilocox.peers.export").export_newest
     assert export(tmp_path, tmp_path / "mean", 2) == [6, 4]
     written: dict[str, torch.Tensor] = {}
