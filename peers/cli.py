@@ -131,7 +131,9 @@ def check_history(files: tuple[Path, ...], as_json: bool) -> None:
     "--offload", is_flag=True, help="Keep the outer optimizer's state in main memory, not on a GPU."
 )
 @click.option("--hours", metavar="22:00-07:00", help="Local times between which it trains.")
-@click.option("--upload-rate", metavar="500kB", help="Bytes per second it sends at most to other clusters.")
+@click.option(
+    "--upload-rate", metavar="500kB", help="Bytes per second it sends at most; kB to TB, KiB to TiB."
+)
 @click.option("--month-bytes", metavar="50GB", help="Bytes it may send and receive in a calendar month.")
 @click.option("--gpu-c", type=int, metavar="80", help="Degrees Celsius at which its GPUs rest.")
 @click.option(

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2p_dilocox.errors import SpecError, StateError
+from p2p_dilocox.plan.units import parse_bytes
 from p2p_dilocox.state_dir import write_atomic
 
 from .gpu import hottest_c
 from .view import bytes_text
 
-__all__ = ["Caps", "Hours", "Limits", "Month", "Pause", "parse_bytes", "read_limits", "traffic_of"]
+__all__ = ["Caps", "Hours", "Limits", "Month", "Pause", "read_limits", "traffic_of"]
 
 _COOLER_C = 10  # it goes on when it is this much below the limit: else it would start and stop all the time
 _SAVE_S = 10.0
 _LEAST_RATE = 64_000  # bytes/s
-_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,6 @@ class Hours:
 
     def __str__(self) -> str:
         return ", ".join("-".join(f"{m // 60:02}:{m % 60:02}" for m in window) for window in self.windows)
-
-
-def parse_bytes(text: str) -> int:
-    """ "50GB", "1.5 MB", "800kB": decimal units. Raises SpecError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(kB|MB|GB|TB)\s*", text)
-    if found is None or not float(found[1]):
-        raise SpecError(f"{text!r} is no amount of bytes: write a number and one of {', '.join(_UNITS)}.")
-    return round(float(found[1]) * _UNITS[found[2]])
 
 
 def traffic_of(p2pds: Iterable[int]) -> dict[int, int]:
@@ -130,8 +122,8 @@ def read_limits(
     """As they are written in a profile or on the command line. Raises SpecError."""
     caps = Caps(
         hours=None if hours is None else Hours.parse(hours),
-        upload_rate=None if upload_rate is None else parse_bytes(upload_rate),
-        month_bytes=None if month_bytes is None else parse_bytes(month_bytes),
+        upload_rate=None if upload_rate is None else round(parse_bytes(upload_rate)),
+        month_bytes=None if month_bytes is None else round(parse_bytes(month_bytes)),
         gpu_c=gpu_c,
     )
     if caps.upload_rate is not None and caps.upload_rate < _LEAST_RATE:

@@ -13,8 +13,11 @@ _BINARY = {f"{prefix}i": 1024.0**n for n, prefix in enumerate("kmgt", 1)}
 
 
 def parse_bytes(text: str) -> float:
-    """ "40GB" is 40e9, "40GiB" 40 * 2^30; capitals do not matter, but Gb are bits. Raises SpecError."""
+    """ "40GB" is 40e9, "40GiB" 40 * 2^30; capitals do not matter, but Gb are bits. Raises SpecError, also for
+    a number alone."""
     number, unit = _split(text, "40GB, 40GiB or 512MiB")
+    if not unit:
+        raise SpecError(f"{text!r} has no unit: write {text.strip()}GB, or {text.strip()}B if it is bytes")
     if unit.endswith("b") and unit[:1].isupper():
         raise SpecError(f"{text!r} is a number of bits; memory is counted in bytes: write {text[:-1]}B")
     prefix = unit[:-1].lower() if unit.lower().endswith("b") else "?"

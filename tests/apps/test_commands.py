@@ -198,7 +198,7 @@ def test_a_bad_link_is_named_with_a_good_example(tmp_path: Path, link: str, word
         (["--devices", ""], "devices = '' is not a list"),
         (["--listen", ""], "is empty"),
         (["--hours", "at night"], 'write them as "22:00-07:00"'),
-        (["--month-bytes", "50"], "'50' is no amount of bytes"),
+        (["--month-bytes", "50"], "'50' has no unit: write 50GB"),
         (["--upload-rate", "1kB"], "must be at least 64.0 kB per second"),
         (["--listen", GOOD_PEER], "must leave out /p2p/"),
         (["--listen", "/ip4/192.0.2.1/tcp/31337"], "192.0.2.1 is not an address of this machine"),

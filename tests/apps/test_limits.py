@@ -49,16 +49,9 @@ def test_hours_that_are_none_are_refused_with_an_example(text: str) -> None:
         limits.Hours.parse(text)
 
 
-def test_amounts_of_bytes_have_decimal_units() -> None:
-    assert [limits.parse_bytes(t) for t in ("800kB", "1.5 MB", "50GB", "2 TB")] == [
-        800_000,
-        1_500_000,
-        50 * 10**9,
-        2 * 10**12,
-    ]
-    for text in ("5", "5 GiB", "-1MB", "0GB", "1e9kB", "GB"):
-        with pytest.raises(SpecError, match="no amount of bytes"):
-            limits.parse_bytes(text)
+def test_limits_are_read_in_whole_bytes() -> None:
+    caps = limits.read_limits(None, "800kB", "1.5 GiB", None)
+    assert (caps.upload_rate, caps.month_bytes) == (800_000, 3 * 2**29)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ OPT, QWEN = 1_315_758_080, 108_491_952_128  # facebook/opt-1.3b as published; Qw
     [
         (parse_bytes, "40GB", 40e9), (parse_bytes, "40gb", 40e9), (parse_bytes, "40GiB", 40 * 2**30),
         (parse_bytes, "40 GiB", 40 * 2**30), (parse_bytes, "1.5e3MB", 1.5e9), (parse_bytes, "512mib", 2**29),
+        (parse_bytes, "800kB", 8e5), (parse_bytes, "1.5 MB", 1.5e6), (parse_bytes, "2 TB", 2e12),
+        (parse_bytes, "7B", 7),
         (parse_bits_per_s, "100Mbps", 1e8), (parse_bits_per_s, "100mbit", 1e8),
         (parse_bits_per_s, "1Gbit/s", 1e9), (parse_bits_per_s, "0.5gbps", 5e8),
         (parse_bits_per_s, "12.5MB/s", 1e8),
