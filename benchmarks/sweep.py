@@ -39,7 +39,7 @@ from p2p_dilocox.compression import Layout, Phase, initial_basis, round_trip
 from p2p_dilocox.data import Batches, Corpus, load_tokens
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import Average, OuterState
-from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.recipe import OVERLAP_DEFAULTS, default_gamma, recipes
 from p2p_dilocox.settings import Adapt, Compression, Data, Eval, Inner, Local, Model, Run, RunSpec, Schedule
 
@@ -152,8 +152,8 @@ class Cluster:
 
     @classmethod
     def fresh(cls, spec: RunSpec, corpus: Corpus, name: str) -> "Cluster":
-        config = config_from_spec(spec.model)
-        span = build_span(config, 0, 0, cut_layers(config, 1, ()), seed=spec.run.seed, device=CPU)
+        skeleton = read_skeleton(config_from_spec(spec.model))
+        span = build_span(skeleton, 0, 0, cut_layers(skeleton, 1, ()), seed=spec.run.seed, device=CPU)
         pipeline = Pipeline(spec, [span], 0, 1, CPU)
         inner = InnerOptimizer(pipeline.all_parameters, spec.inner, START + STEPS)
         outer = OuterState(spec, pipeline.parameters, span.embedding_names, "")

@@ -10,11 +10,11 @@ import torch
 from p2p_dilocox.averaging.coded import chunk_ranges
 from p2p_dilocox.averaging.division import PHASES
 from p2p_dilocox.compression import Layout
-from p2p_dilocox.pipeline import build_span, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Skeleton, build_span, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.runspec import RunSpec
 from p2p_dilocox.selection import fragment_of
 
-__all__ = ["ModelTensors", "fp16_bytes", "model_tensors", "round_bytes"]
+__all__ = ["ModelTensors", "fp16_bytes", "model_tensors", "round_bytes", "tensors_of"]
 
 
 class ModelTensors:
@@ -41,11 +41,15 @@ class ModelTensors:
 
 def model_tensors(spec: RunSpec) -> ModelTensors:
     """Names and shapes per stage; nothing is allocated."""
-    config = config_from_spec(spec.model)
-    cuts = cut_layers(config, spec.model.stages, spec.model.cut)
+    return tensors_of(spec, read_skeleton(config_from_spec(spec.model)))
+
+
+def tensors_of(spec: RunSpec, skeleton: Skeleton) -> ModelTensors:
+    """The same of a model that has been read."""
+    cuts = cut_layers(skeleton, spec.model.stages, spec.model.cut)
     documents = spec.data.packing == "documents"
     meta = torch.device("meta")
-    span = build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=meta, documents=documents)
+    span = build_span(skeleton, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=meta, documents=documents)
     shapes = {
         stage: {name: tuple(p.shape) for name, p in parameters.items()}
         for stage, parameters in span.stage_parameters.items()

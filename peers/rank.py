@@ -35,7 +35,7 @@ from p2p_dilocox.history import History
 from p2p_dilocox.lineage import combined_digest, genesis
 from p2p_dilocox.local_outer import build_local_outer
 from p2p_dilocox.outer import OuterState
-from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.placement import place
 from p2p_dilocox.runspec import RunSpec, parse_run, tokens_per_outer_step
 from p2p_dilocox.settings import most_inner_steps
@@ -155,12 +155,12 @@ def _build(
     digest = spec_digest(config["run_text"])
     timeouts, weight_cap = Timeouts(spec.deadlines.round_s), float(tokens_per_outer_step(spec))
 
-    model_config = config_from_spec(spec.model)
-    cuts = cut_layers(model_config, spec.model.stages, spec.model.cut)
+    skeleton = read_skeleton(config_from_spec(spec.model))
+    cuts = cut_layers(skeleton, spec.model.stages, spec.model.cut)
     placement = place(spec.inner.schedule, spec.model.stages, num_ranks)
     held = placement.stages_of(index)
     spans = build_chunks(
-        model_config, placement, index, cuts, seed=spec.run.seed, device=device,
+        skeleton, placement, index, cuts, seed=spec.run.seed, device=device,
         documents=spec.data.packing == "documents",
         weights=Path(spec.model.path) if spec.model.start == "weights" else None,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from p2p_dilocox.pipeline import config_from_spec, cut_layers
 from p2p_dilocox.pipeline.load import find_weights
 from p2p_dilocox.pipeline.skeleton import Skeleton, read_skeleton
 from p2p_dilocox.runspec import RunSpec, total_inner_steps, warnings_for
-from p2p_dilocox.traffic import fp16_bytes, model_tensors, round_bytes
+from p2p_dilocox.traffic import fp16_bytes, round_bytes, tensors_of
 
 from .view import bytes_text
 
@@ -32,8 +32,8 @@ def spec_summary(spec: RunSpec) -> Group:
     model = f"{spec.model.config.get('model_type', 'from ' + spec.model.path)} in {spec.model.stages} stages"
     traffic = cut = start = "not known without the model"
     if spec.model.config or (Path(spec.model.path) / "config.json").is_file():
-        tensors = model_tensors(spec)  # runs the model once, without values
-        skeleton = read_skeleton(config_from_spec(spec.model))
+        skeleton = read_skeleton(config_from_spec(spec.model))  # runs the model once, without values
+        tensors = tensors_of(spec, skeleton)
         model = f"{skeleton.model.config.model_type} in {spec.model.stages} stages"
         model += f", {tensors.num_parameters:,} parameters" + (", head tied" if skeleton.tied else "")
         cut, start = _cut_text(spec, skeleton), _start_text(spec, skeleton)
@@ -63,7 +63,7 @@ def spec_summary(spec: RunSpec) -> Group:
 
 def _cut_text(spec: RunSpec, skeleton: Skeleton) -> str:
     parts = []
-    for layers in cut_layers(skeleton.model.config, spec.model.stages, spec.model.cut):
+    for layers in cut_layers(skeleton, spec.model.stages, spec.model.cut):
         memory, work = (
             sum(costs[layers.start : layers.stop]) / sum(costs)
             for costs in (skeleton.sizes(), skeleton.work())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import OuterState
-from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.pipeline.schedule import over_ranks
 from p2p_dilocox.placement import place
 from p2p_dilocox.runspec import RunSpec, parse_run
@@ -124,10 +124,10 @@ def plain(config: dict[str, Any], _rank: int) -> dict[str, Any]:
 
 
 def pipeline_of(spec: RunSpec, rank: int, ranks: int, device: torch.device) -> Pipeline:
-    config = config_from_spec(spec.model)
-    cuts = cut_layers(config, spec.model.stages, spec.model.cut)
+    skeleton = read_skeleton(config_from_spec(spec.model))
+    cuts = cut_layers(skeleton, spec.model.stages, spec.model.cut)
     placement = place(spec.inner.schedule, spec.model.stages, ranks)
-    spans = build_chunks(config, placement, rank, cuts, seed=0, device=device)
+    spans = build_chunks(skeleton, placement, rank, cuts, seed=0, device=device)
     return Pipeline(spec, spans, rank, ranks, device)
 
 

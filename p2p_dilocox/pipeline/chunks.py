@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from p2p_dilocox.pipeline.cut import build_span
+from p2p_dilocox.pipeline.skeleton import Skeleton
 from p2p_dilocox.pipeline.span import Span
 from p2p_dilocox.placement import Placement
 
@@ -16,7 +16,7 @@ __all__ = ["build_chunks"]
 
 
 def build_chunks(
-    config: PretrainedConfig,
+    skeleton: Skeleton,
     placement: Placement,
     rank: int,
     cuts: Sequence[range],
@@ -29,7 +29,9 @@ def build_chunks(
     """What a rank holds, chunk after chunk; arguments and errors as `build_span`."""
     held = [placement.chunks[chunk] for chunk in placement.chunks_of(rank)]
     spans = [
-        build_span(config, c[0], c[-1], cuts, seed=seed, device=device, documents=documents, weights=weights)
+        build_span(
+            skeleton, c[0], c[-1], cuts, seed=seed, device=device, documents=documents, weights=weights
+        )
         for c in held
     ]
     first, last = spans[0], spans[-1]

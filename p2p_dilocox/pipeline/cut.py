@@ -5,32 +5,32 @@ with their indices kept, so parameter names are the names of the whole model, an
 layer types come out as in the whole model. One tensor crosses a boundary: the hidden state [b, T, width].
 """
 
+import copy
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from p2p_dilocox.errors import SpecError
 from p2p_dilocox.model_config import draws_random_numbers
 from p2p_dilocox.pipeline.init import fill_
 from p2p_dilocox.pipeline.load import find_weights
-from p2p_dilocox.pipeline.skeleton import Skeleton, documents_apart, parent_of, read_skeleton
+from p2p_dilocox.pipeline.skeleton import Skeleton, documents_apart, parent_of
 from p2p_dilocox.pipeline.span import Entry, PassThrough, Span, SpanModule, Zero
 
 __all__ = ["build_span", "cut_layers"]
 
 
-def cut_layers(config: PretrainedConfig, stages: int, cut: Sequence[int] = ()) -> list[range]:
-    """The layers of each stage. SpecError for numbers that do not fit, ModelError for an unsupported model.
+def cut_layers(skeleton: Skeleton, stages: int, cut: Sequence[int] = ()) -> list[range]:
+    """The layers of each stage. SpecError for numbers that do not fit.
 
     cut: layers of each stage; empty: balanced. A stage's share is that of the model's parameters or that of
     its compute, whichever is more. The largest share is as small as it can be, the others are as even as that
     allows. Embeddings, norm and head count with the first and the last layer.
     """
-    skeleton = read_skeleton(config)
     sizes, work = skeleton.sizes(), skeleton.work()
     if not 1 <= stages <= len(sizes):
         raise SpecError(
@@ -81,7 +81,7 @@ def _balanced_borders(sizes: list[int], work: list[int], parts: int) -> list[int
 
 
 def build_span(
-    config: PretrainedConfig,
+    skeleton: Skeleton,
     first_stage: int,
     last_stage: int,
     cuts: Sequence[range],
@@ -97,7 +97,7 @@ def build_span(
     checkpoint to read the parameters from; None: they are drawn. The whole model exists on the meta device
     only, where a checkpoint is looked through but not read. Raises ModelError, SpecError.
     """
-    skeleton = read_skeleton(config)
+    skeleton = replace(skeleton, model=copy.deepcopy(skeleton.model))  # what follows changes it
     documents_by = documents_apart(skeleton) if documents else ""
     found = find_weights(weights, skeleton) if weights is not None else None
     num_parameters, embedding_names = skeleton.num_parameters, skeleton.embedding_names()
@@ -140,7 +140,7 @@ def build_span(
             own_layers,
             entry,
             is_last,
-            draws=draws_random_numbers(config),
+            draws=draws_random_numbers(model.config),
             documents=documents_by,
         ),
         stage_parameters=stage_parameters,

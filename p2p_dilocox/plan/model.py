@@ -6,12 +6,11 @@ from dataclasses import fields
 import torch
 
 from p2p_dilocox.model_config import load_model_config
-from p2p_dilocox.pipeline import build_span, cut_layers
-from p2p_dilocox.pipeline.skeleton import read_skeleton
+from p2p_dilocox.pipeline import build_span, cut_layers, read_skeleton
 from p2p_dilocox.plan.activations import Activations, measure_activations
 from p2p_dilocox.plan.cluster import Cluster
 from p2p_dilocox.settings import RunSpec
-from p2p_dilocox.traffic import ModelTensors, model_tensors
+from p2p_dilocox.traffic import ModelTensors, tensors_of
 
 __all__ = ["PlannedModel"]
 
@@ -23,10 +22,11 @@ class PlannedModel:
 
     def __init__(self, spec: RunSpec) -> None:
         """Raises ModelError, SpecError."""
-        self.tensors: ModelTensors = model_tensors(spec)
         self.config = load_model_config(spec.model)
-        self._cuts = cut_layers(self.config, spec.model.stages, spec.model.cut)
-        self.multiplications = sum(read_skeleton(self.config).work())
+        self._skeleton = read_skeleton(self.config)
+        self.tensors: ModelTensors = tensors_of(spec, self._skeleton)
+        self._cuts = cut_layers(self._skeleton, spec.model.stages, spec.model.cut)
+        self.multiplications = sum(self._skeleton.work())
         """With parameters, per token; of a mixture those of the experts that a token has."""
         self._measured: dict[tuple[object, ...], Activations] = {}
 
@@ -64,7 +64,9 @@ class PlannedModel:
         kind = (*place, sequences, spec.data.seq_len, *how)
         if kind not in self._measured:
             first, last, meta = stages[0], stages[-1], torch.device("meta")
-            span = build_span(self.config, first, last, self._cuts, seed=0, device=meta, documents=documents)
+            span = build_span(
+                self._skeleton, first, last, self._cuts, seed=0, device=meta, documents=documents
+            )
             span.module.autocast_dtype = torch.bfloat16 if cluster.bf16(spec) else None
             span.module.checkpointing = spec.inner.checkpointing
             span.module.document_end = 0 if documents else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from p2p_dilocox.data import Batches
 from p2p_dilocox.data.tokens import Corpus
 from p2p_dilocox.inner import InnerOptimizer
-from p2p_dilocox.pipeline import Pipeline, Span, build_span, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Pipeline, Span, build_span, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.runspec import RunSpec
 
 __all__ = ["load_start", "warm_start", "whole_model"]
@@ -19,11 +19,11 @@ __all__ = ["load_start", "warm_start", "whole_model"]
 
 def whole_model(spec: RunSpec) -> tuple[Pipeline, Span, int]:
     """All stages in this process: the pipeline, what it runs, and the number of layers."""
-    config = config_from_spec(spec.model)
-    cuts = cut_layers(config, spec.model.stages, spec.model.cut)
+    skeleton = read_skeleton(config_from_spec(spec.model))
+    cuts = cut_layers(skeleton, spec.model.stages, spec.model.cut)
     cpu = torch.device("cpu")
     span = build_span(
-        config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu,
+        skeleton, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu,
         documents=spec.data.packing == "documents",
         weights=Path(spec.model.path) if spec.model.start == "weights" else None,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from p2p_dilocox.data import Batches, load_tokens
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import OuterState
-from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.runspec import parse_run, total_inner_steps
 from p2p_dilocox.simulation import Place, Simulation
 
@@ -19,10 +19,10 @@ def plain_training(text: str, state: Path, cluster_id: str) -> dict[int, str]:
     spec = parse_run(text)
     torch.set_num_threads(1)  # as the peer's configuration says: more threads round differently
     cpu = torch.device("cpu")
-    config = config_from_spec(spec.model)
-    cuts = cut_layers(config, spec.model.stages, spec.model.cut)
+    skeleton = read_skeleton(config_from_spec(spec.model))
+    cuts = cut_layers(skeleton, spec.model.stages, spec.model.cut)
     pipeline = Pipeline(
-        spec, [build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu)], 0, 1, cpu
+        spec, [build_span(skeleton, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu)], 0, 1, cpu
     )
     inner = InnerOptimizer(pipeline.all_parameters, spec.inner, total_inner_steps(spec))
     batches = Batches(load_tokens(spec, state / "tokens"), spec, cluster_id)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from p2p_dilocox.pipeline import Span, build_span, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Span, build_span, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.pipeline.reading import inputs_and_targets
 from p2p_dilocox.pipeline.schedule import alone
 from p2p_dilocox.settings import Model
@@ -85,9 +85,10 @@ class Chain(nn.Module):
         weights: Path | None = None,
     ) -> None:
         super().__init__()
-        cuts = cut_layers(config, stages)
+        skeleton = read_skeleton(config)
+        cuts = cut_layers(skeleton, stages)
         self.spans: list[Span] = [
-            build_span(config, j, j, cuts, seed=seed, device=CPU, documents=documents, weights=weights)
+            build_span(skeleton, j, j, cuts, seed=seed, device=CPU, documents=documents, weights=weights)
             for j in range(stages)
         ]
         self.modules_of_spans = nn.ModuleList(span.module for span in self.spans)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import Average, OuterState
-from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.placement import place
 from p2p_dilocox.runspec import Model, RunSpec
 from tests.unit.families import CPU, FAMILIES, TIED, sequences
@@ -29,9 +29,9 @@ class Cluster:
     """A cluster that is alone in its run, as one of its ranks holds it."""
 
     def __init__(self, spec: RunSpec, rank: int, num_ranks: int) -> None:
-        config = config_from_spec(spec.model)
-        cuts, placement = cut_layers(config, STAGES), place(spec.inner.schedule, STAGES, num_ranks)
-        spans = build_chunks(config, placement, rank, cuts, seed=spec.run.seed, device=CPU)
+        skeleton = read_skeleton(config_from_spec(spec.model))
+        cuts, placement = cut_layers(skeleton, STAGES), place(spec.inner.schedule, STAGES, num_ranks)
+        spans = build_chunks(skeleton, placement, rank, cuts, seed=spec.run.seed, device=CPU)
         self.pipeline = Pipeline(spec, spans, rank, num_ranks, CPU)
         self.inner = InnerOptimizer(self.pipeline.all_parameters, spec.inner, 100)
         self.outer = OuterState(spec, self.pipeline.parameters, spans[0].embedding_names, "")

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from p2p_dilocox.errors import ClusterError
-from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Pipeline, build_chunks, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.placement import place
 from p2p_dilocox.runspec import (
     Adapt,
@@ -121,13 +121,13 @@ def batch_of(step: int, *, padded: bool = False) -> Tensor:
 
 
 def pipeline_of(spec: RunSpec, rank: int, num_ranks: int) -> Pipeline:
-    config = config_from_spec(spec.model)
-    cuts = cut_layers(config, spec.model.stages, spec.model.cut)
+    skeleton = read_skeleton(config_from_spec(spec.model))
+    cuts = cut_layers(skeleton, spec.model.stages, spec.model.cut)
     placement, documents = (
         place(spec.inner.schedule, spec.model.stages, num_ranks),
         spec.data.packing == "documents",
     )
-    spans = build_chunks(config, placement, rank, cuts, seed=spec.run.seed, device=CPU, documents=documents)
+    spans = build_chunks(skeleton, placement, rank, cuts, seed=spec.run.seed, device=CPU, documents=documents)
     return Pipeline(spec, spans, rank, num_ranks, CPU)
 
 

@@ -10,7 +10,7 @@ from p2p_dilocox.data import Batches, load_tokens
 from p2p_dilocox.inner import learning_rate
 from p2p_dilocox.outer import Average, OuterState
 from p2p_dilocox.outer_step import adamw_
-from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.runspec import parse_run
 from p2p_dilocox.settings import Inner, total_inner_steps
 from p2p_dilocox.simulation import Place, Simulation
@@ -50,9 +50,9 @@ batches = 1
 def data_parallel(text: str, state: Path, ids: list[str]) -> dict[int, str]:
     """torch.optim.AdamW on the mean of the clusters' gradients; digests by stage."""
     spec, cpu = parse_run(text), torch.device("cpu")
-    config = config_from_spec(spec.model)
-    cuts = cut_layers(config, spec.model.stages, spec.model.cut)
-    span = build_span(config, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu)
+    skeleton = read_skeleton(config_from_spec(spec.model))
+    cuts = cut_layers(skeleton, spec.model.stages, spec.model.cut)
+    span = build_span(skeleton, 0, len(cuts) - 1, cuts, seed=spec.run.seed, device=cpu)
     pipeline = Pipeline(spec, [span], 0, 1, cpu)
     corpus, parameters, inner = load_tokens(spec, state), pipeline.parameters, spec.inner
     batches = [Batches(corpus, spec, i) for i in ids]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from p2p_dilocox.checkpoint.export import export_model
 from p2p_dilocox.errors import StateError
-from p2p_dilocox.pipeline import build_span, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import build_span, config_from_spec, cut_layers, read_skeleton
 from tests.unit.pipeline_rank import CPU, MODELS, TOKENS, batch_of, spec_of
 
 TOKENIZER = Path(__file__).parents[2] / "p2p_dilocox" / "data" / "corpus" / "tokenizer"
@@ -17,9 +17,9 @@ Shards = list[tuple[int, dict[str, torch.Tensor]]]
 
 
 def shards_of(model: str, stages: int) -> Shards:
-    config = config_from_spec(spec_of(model, stages).model)
-    cuts = cut_layers(config, stages)
-    spans = [build_span(config, j, j, cuts, seed=9, device=CPU) for j in range(stages)]
+    skeleton = read_skeleton(config_from_spec(spec_of(model, stages).model))
+    cuts = cut_layers(skeleton, stages)
+    spans = [build_span(skeleton, j, j, cuts, seed=9, device=CPU) for j in range(stages)]
     return [(j, dict(span.stage_parameters[j])) for j, span in enumerate(spans)]
 
 
@@ -27,7 +27,8 @@ def shards_of(model: str, stages: int) -> Shards:
 @pytest.mark.parametrize("model", MODELS)
 def test_an_exported_model_reloads_without_a_difference(model: str, stages: int, tmp_path: Path) -> None:
     config = config_from_spec(spec_of(model, stages).model)
-    whole = build_span(config, 0, 0, cut_layers(config, 1), seed=9, device=CPU)
+    skeleton = read_skeleton(config)
+    whole = build_span(skeleton, 0, 0, cut_layers(skeleton, 1), seed=9, device=CPU)
     export_model(config, iter(reversed(shards_of(model, stages))), None, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.float32
@@ -83,8 +84,8 @@ def test_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_span_on_the_meta_device_has_shapes_and_no_values() -> None:
-    config = config_from_spec(spec_of("llama", 1).model)
-    span = build_span(config, 0, 0, cut_layers(config, 1), seed=9, device=torch.device("meta"))
+    skeleton = read_skeleton(config_from_spec(spec_of("llama", 1).model))
+    span = build_span(skeleton, 0, 0, cut_layers(skeleton, 1), seed=9, device=torch.device("meta"))
     here = dict(shards_of("llama", 1)[0][1])
     assert {n: p.shape for n, p in span.stage_parameters[0].items()} == {n: p.shape for n, p in here.items()}
     assert all(parameter.is_meta for parameter in span.stage_parameters[0].values())

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from p2p_dilocox.errors import ModelError, SpecError
 from p2p_dilocox.pipeline import Span, build_span, config_from_spec, cut_layers
 from p2p_dilocox.pipeline.cut import _balanced_borders
-from p2p_dilocox.pipeline.skeleton import documents_apart, read_skeleton
+from p2p_dilocox.pipeline.skeleton import Skeleton, documents_apart, read_skeleton
 from p2p_dilocox.settings import Model
 from tests.unit.families import FAMILIES
 from tests.unit.pipeline_rank import CPU, GPT2, LLAMA, MODELS, TOKENS, VOCAB, batch_of
@@ -36,9 +36,14 @@ def config_of(values: dict[str, object]) -> PretrainedConfig:
     return config_from_spec(Model(config=values))
 
 
+def skeleton_of(values: dict[str, object]) -> Skeleton:
+    return read_skeleton(config_of(values))
+
+
 def spans_of(config: PretrainedConfig, stages: int, seed: int = 5) -> list[Span]:
-    cuts = cut_layers(config, stages)
-    return [build_span(config, j, j, cuts, seed=seed, device=CPU) for j in range(stages)]
+    skeleton = read_skeleton(config)
+    cuts = cut_layers(skeleton, stages)
+    return [build_span(skeleton, j, j, cuts, seed=seed, device=CPU) for j in range(stages)]
 
 
 def state_of(spans: list[Span]) -> dict[str, Tensor]:
@@ -131,10 +136,10 @@ def digest_of_theta_0() -> str:
 
 
 def test_seven_layers_on_three_stages_are_balanced_by_parameters_and_compute() -> None:
-    small_vocabulary = config_of(LLAMA | {"num_hidden_layers": 7})
+    small_vocabulary = skeleton_of(LLAMA | {"num_hidden_layers": 7})
     assert [len(layers) for layers in cut_layers(small_vocabulary, 3)] == [2, 3, 2]
     # An embedding as large as six layers: as much memory in front as the head needs behind, but no work.
-    large_vocabulary = config_of(LLAMA | {"num_hidden_layers": 7, "vocab_size": 1500})
+    large_vocabulary = skeleton_of(LLAMA | {"num_hidden_layers": 7, "vocab_size": 1500})
     assert [len(layers) for layers in cut_layers(large_vocabulary, 3)] == [2, 4, 1]
     assert cut_layers(small_vocabulary, 7) == [range(i, i + 1) for i in range(7)]
     assert cut_layers(small_vocabulary, 3, (1, 1, 5)) == [range(1), range(1, 2), range(2, 7)]
@@ -163,13 +168,13 @@ def test_no_other_cut_has_a_smaller_largest_stage() -> None:
 @pytest.mark.parametrize("stages", [0, -1, 4])
 def test_stages_without_a_layer_are_refused(stages: int) -> None:
     with pytest.raises(SpecError, match=f"model.stages = {stages}, must be between 1 and 3"):
-        cut_layers(config_of(LLAMA), stages)
+        cut_layers(skeleton_of(LLAMA), stages)
 
 
 @pytest.mark.parametrize("cut", [(1, 1), (1, 1, 2), (0, 1, 2), (3,)])
 def test_a_cut_that_does_not_add_up_is_refused(cut: tuple[int, ...]) -> None:
     with pytest.raises(SpecError, match="must be 3 numbers"):
-        cut_layers(config_of(LLAMA), 3, cut)
+        cut_layers(skeleton_of(LLAMA), 3, cut)
 
 
 def test_a_middle_stage_holds_its_own_layers_only() -> None:
@@ -190,7 +195,7 @@ def test_embeddings_and_head_are_named_on_every_stage() -> None:
 def test_work_is_what_a_token_is_multiplied_with() -> None:
     width, hidden, vocabulary = 32, 48, VOCAB
     attention, mlp = width * (2 * 32 + 2 * 16), 3 * width * hidden
-    skeleton = read_skeleton(config_of(LLAMA | {"model_type": "mixtral", "num_local_experts": 8}))
+    skeleton = skeleton_of(LLAMA | {"model_type": "mixtral", "num_local_experts": 8})
     router, experts = 8 * width, 2 * mlp  # two of the eight work for a token
     per_layer = attention + router + experts
     assert skeleton.work() == [per_layer, per_layer, per_layer + width * vocabulary]
@@ -221,14 +226,14 @@ def test_models_that_cannot_be_cut_are_refused_with_the_reason(
     values: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(ModelError, match=reason):
-        cut_layers(config_of(values), 2)
+        skeleton_of(values)
 
 
 def test_documents_are_kept_apart_or_the_model_is_refused() -> None:
     for values, given in ((LLAMA, "positions"), (MORE_FAMILIES["opt"], "mask")):
-        assert documents_apart(read_skeleton(config_of(values))) == given
+        assert documents_apart(skeleton_of(values)) == given
     with pytest.raises(ModelError, match='bloom cannot keep documents apart.*packing = "stream"'):
-        documents_apart(read_skeleton(config_of(MORE_FAMILIES["bloom"])))
+        documents_apart(skeleton_of(MORE_FAMILIES["bloom"]))
 
 
 @pytest.mark.parametrize(
@@ -252,4 +257,5 @@ def test_config_files_of_models_that_cannot_be_trained_are_refused(
 
 def test_a_config_directory_is_read(tmp_path: Path) -> None:
     config_of(LLAMA).save_pretrained(tmp_path)
-    assert cut_layers(config_from_spec(Model(path=str(tmp_path))), 3) == [range(i, i + 1) for i in range(3)]
+    skeleton = read_skeleton(config_from_spec(Model(path=str(tmp_path))))
+    assert cut_layers(skeleton, 3) == [range(i, i + 1) for i in range(3)]

@@ -70,19 +70,19 @@ def test_a_checkpoint_is_read_by_stages_and_written_again_without_a_difference(
 
 
 def test_a_stage_reads_no_file_of_another(tmp_path: Path) -> None:
-    config = config_of(FAMILIES["llama"])
+    skeleton = read_skeleton(config_of(FAMILIES["llama"]))
     published("llama", tmp_path)
     read = {key: file for key, file in keys_of(tmp_path).items() if key.startswith("model.layers.1.")}
     others = set(keys_of(tmp_path).values()) - set(read.values())
     assert others
     for file in others:
         (tmp_path / file).write_bytes(b"not a safetensors file")
-    cuts = cut_layers(config, 3)
+    cuts = cut_layers(skeleton, 3)
     assert cuts[1] == range(1, 2)
-    span = build_span(config, 1, 1, cuts, seed=5, device=CPU, weights=tmp_path)
+    span = build_span(skeleton, 1, 1, cuts, seed=5, device=CPU, weights=tmp_path)
     assert span.stage_parameters[1].keys() == read.keys()
     with pytest.raises(ModelError, match="a file of it cannot be read"):
-        build_span(config, 2, 2, cuts, seed=5, device=CPU, weights=tmp_path)
+        build_span(skeleton, 2, 2, cuts, seed=5, device=CPU, weights=tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,7 +17,7 @@ from p2p_dilocox.compression import pack_chunk
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.local_outer import LocalOuter
 from p2p_dilocox.outer import OuterState
-from p2p_dilocox.pipeline import Span, build_chunks, config_from_spec, cut_layers
+from p2p_dilocox.pipeline import Span, build_chunks, config_from_spec, cut_layers, read_skeleton
 from p2p_dilocox.placement import place
 from p2p_dilocox.plan.activations import Activations, in_flight, measure_activations, step_bytes
 from p2p_dilocox.plan.cluster import Cluster
@@ -66,10 +66,10 @@ def spec_of(bits: int = 4, model: str = "llama", *, tied: bool = True) -> RunSpe
 
 
 def span_of(spec: RunSpec, rank: int, ranks: int, device: torch.device = CPU) -> Span:
-    config = config_from_spec(spec.model)
-    cuts = cut_layers(config, spec.model.stages, spec.model.cut)
+    skeleton = read_skeleton(config_from_spec(spec.model))
+    cuts = cut_layers(skeleton, spec.model.stages, spec.model.cut)
     placement = place(spec.inner.schedule, spec.model.stages, ranks)
-    (span,) = build_chunks(config, placement, rank, cuts, seed=0, device=device)
+    (span,) = build_chunks(skeleton, placement, rank, cuts, seed=0, device=device)
     return span
 
 
