@@ -180,13 +180,13 @@ def _model(spec: RunSpec) -> Iterator[Finding]:
         key = "model.path" if model.path else "model.config"
         yield key, f"must have a positive {missing}, got {getattr(config, missing, None)}"
         return
-    if model.stages > layers:
-        yield "model.stages", f"must be at most {layers}, the layers of the model"
-    elif model.cut and (len(model.cut) != model.stages or sum(model.cut) != layers):
+    if model.stages > layers + 2:
+        yield "model.stages", f"must be at most {layers + 2}: {layers} layers, the embedding and the head"
+    elif model.cut and (len(model.cut) != model.stages or sum(model.cut) != layers or 0 in model.cut[1:-1]):
         yield (
             "model.cut",
             f"must be model.stages = {model.stages} numbers with the sum {layers}, the layers of the model; "
-            f"these are {len(model.cut)} with the sum {sum(model.cut)}",
+            f"these are {len(model.cut)} with the sum {sum(model.cut)}; only the first and the last may be 0",
         )
     positions = count_of(config, "max_position_embeddings")
     if positions is not None and spec.data.seq_len > positions:

@@ -97,8 +97,8 @@ class Model:
     stages: Annotated[int, between(1, 4096), "contiguous slices of layers, the same for all clusters"] = 1
     cut: Annotated[
         tuple[int, ...],
-        all_values(at_least(1)),
-        "layers of each stage; empty: balanced by parameters and compute",
+        all_values(at_least(0)),
+        "layers of each stage, 0: embedding or head alone; empty: balanced by parameters and compute",
     ] = ()
 
 

@@ -63,12 +63,13 @@ def spec_summary(spec: RunSpec) -> Group:
 
 def _cut_text(spec: RunSpec, skeleton: Skeleton) -> str:
     parts = []
-    for layers in cut_layers(skeleton, spec.model.stages, spec.model.cut):
-        memory, work = (
-            sum(costs[layers.start : layers.stop]) / sum(costs)
-            for costs in (skeleton.sizes(), skeleton.work())
-        )
+    cuts = cut_layers(skeleton, spec.model.stages, spec.model.cut)
+    for stage, layers in enumerate(cuts):
+        # Costs of embedding and head stand before and after those of the layers.
+        start, stop = layers.start + (stage > 0), layers.stop + 1 + (stage == len(cuts) - 1)
+        memory, work = (sum(costs[start:stop]) / sum(costs) for costs in (skeleton.sizes(), skeleton.work()))
         which = f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}"
+        which = which if layers else "head" if stage else "embedding"
         parts.append(f"{which}: {memory:.0%} of memory, {work:.0%} of work")
     return "; ".join(parts)
 

@@ -29,25 +29,43 @@ def cut_layers(skeleton: Skeleton, stages: int, cut: Sequence[int] = ()) -> list
 
     cut: layers of each stage; empty: balanced. A stage's share is that of the model's parameters or that of
     its compute, whichever is more. The largest share is as small as it can be, the others are as even as that
-    allows. Embeddings, norm and head count with the first and the last layer.
+    allows. Embeddings belong to the first stage, norm and head to the last one. Each may be a stage alone,
+    without a layer: if `cut` says so, or if there are more stages than layers.
     """
-    sizes, work = skeleton.sizes(), skeleton.work()
-    if not 1 <= stages <= len(sizes):
+    layers, (first, last) = len(skeleton.layer_list()), skeleton.ends_alone()
+    if not 1 <= stages <= layers + first + last:
         raise SpecError(
-            f"model.stages = {stages}, must be between 1 and {len(sizes)}, the layers of this model: a stage "
-            "holds at least one layer"
+            f"model.stages = {stages}, must be between 1 and {layers + first + last}: a stage holds one of "
+            f"the {layers} layers of this model at least, the first and the last one an embedding or a head"
         )
-    if cut and (len(cut) != stages or sum(cut) != len(sizes) or min(cut) < 1):
-        raise SpecError(
-            f"model.cut = {list(cut)}, must be {stages} numbers (model.stages) of at least 1 that add up to "
-            f"{len(sizes)}, the layers of this model. Without model.cut the stages are balanced"
-        )
-    borders = [0, *itertools.accumulate(cut)] if cut else _balanced_borders(sizes, work, stages)
+    if cut:
+        least = [1 - first, *[1] * (stages - 2), 1 - last] if stages > 1 else [1]
+        if len(cut) != stages or sum(cut) != layers or any(n < m for n, m in zip(cut, least, strict=True)):
+            raise SpecError(
+                f"model.cut = {list(cut)}, must be {stages} numbers (model.stages) that add up to {layers}, "
+                "the layers of this model; 0 is for a first stage that holds the embedding alone, or a last "
+                "one with the head. Without model.cut the stages are balanced"
+            )
+        borders = [0, *itertools.accumulate(cut)]
+    else:
+        first, last = first and stages > layers, last and stages > layers
+        sizes, work = (_parts(costs, first, last) for costs in (skeleton.sizes(), skeleton.work()))
+        borders = [min(max(n - first, 0), layers) for n in _balanced_borders(sizes, work, stages)]
     return [range(start, stop) for start, stop in itertools.pairwise(borders)]
 
 
+def _parts(costs: list[int], first: bool, last: bool) -> list[int]:
+    """Costs of what a stage can be made of. first, last: embedding and head need no layer beside them."""
+    before, *layers, after = costs
+    if not first:
+        layers[0] += before
+    if not last:
+        layers[-1] += after
+    return [*[before] * first, *layers, *[after] * last]
+
+
 def _balanced_borders(sizes: list[int], work: list[int], parts: int) -> list[int]:
-    """Borders of `parts` runs of layers: the largest share is minimal; then the sum of squared shares is.
+    """Borders of `parts` runs of costs: the largest share is minimal; then the sum of squared shares is.
 
     Shares are whole numbers, so that every machine finds the same borders.
     """
@@ -138,6 +156,7 @@ def build_span(
         module=SpanModule(
             model,
             own_layers,
+            layers[max(0, here.stop - 1)],
             entry,
             is_last,
             draws=draws_random_numbers(model.config),
@@ -169,7 +188,8 @@ def _drop_other_stages(skeleton: Skeleton, here: range, is_first: bool, is_last:
         model.set_submodule(name, PassThrough(model.get_submodule(name), 0))
     if is_first:
         return None
-    layers[0] = entry = Entry(layers[0], skeleton.layer_outputs)
+    entry = Entry()
+    layers[0].register_forward_pre_hook(entry, with_kwargs=True)
     return entry
 
 

@@ -8,7 +8,7 @@ travels from layer to layer cannot be cut this way and is refused.
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -44,25 +44,38 @@ class Skeleton:
         return sum(p.numel() for p in self.model.parameters())
 
     def sizes(self) -> list[int]:
-        """Parameters that each layer brings to a rank; the first
-        has embeddings on top, the last norm and head.
+        """Parameters that each part brings to a rank: embeddings, then each layer, then norm and head.
 
         A tied tensor counts at both ends: the last stage holds and computes with a copy of it.
         """
-        sizes = [sum(p.numel() for p in layer.parameters()) for layer in self.layer_list()]
-        sizes[0] += sum(self._own_size(name) for name in self.before)
-        sizes[-1] += sum(self._own_size(name) for name in self.after)
-        return sizes
+        before, after = (
+            sum(p.numel() for p in self._own_parameters(side)) for side in (self.before, self.after)
+        )
+        return [before, *(sum(p.numel() for p in layer.parameters()) for layer in self.layer_list()), after]
 
     def work(self) -> list[int]:
-        """Multiplications with parameters per token that each layer brings to a rank, norms left out. An
+        """Multiplications with parameters per token that each part brings to a rank, norms left out. An
         embedding looks up, and of a mixture only the experts of a token compute; the head does count."""
-        work = [sum(self._work_of(p) for p in layer.parameters()) for layer in self.layer_list()]
-        for names, layer in ((self.before, 0), (self.after, -1)):
-            for module in map(self.model.get_submodule, names):
-                if not isinstance(module, nn.Embedding):
-                    work[layer] += sum(self._work_of(p) for p in module.parameters(recurse=False))
-        return work
+        before, after = (
+            sum(
+                self._work_of(p)
+                for module in map(self.model.get_submodule, side)
+                if not isinstance(module, nn.Embedding)
+                for p in module.parameters(recurse=False)
+            )
+            for side in (self.before, self.after)
+        )
+        layers = (sum(self._work_of(p) for p in layer.parameters()) for layer in self.layer_list())
+        return [before, *layers, after]
+
+    def ends_alone(self) -> tuple[bool, bool]:
+        """Whether what runs before the layers, and what runs after them, owns a parameter. Only then it can
+        be a stage without layers: a copy of a tied tensor is owned by the other end."""
+        shared = self.model.get_parameter(self.tied[1]) if self.tied else None
+        return (
+            any(True for _ in self._own_parameters(self.before)),
+            any(p is not shared for p in self._own_parameters(self.after)),
+        )
 
     def _work_of(self, parameter: nn.Parameter) -> int:
         if parameter.dim() < 3:
@@ -86,8 +99,9 @@ class Skeleton:
         assert isinstance(layers, nn.ModuleList)
         return layers
 
-    def _own_size(self, name: str) -> int:
-        return sum(p.numel() for p in self.model.get_submodule(name).parameters(recurse=False))
+    def _own_parameters(self, names: Iterable[str]) -> Iterator[nn.Parameter]:
+        for module in map(self.model.get_submodule, names):
+            yield from module.parameters(recurse=False)
 
 
 def parent_of(name: str) -> str:

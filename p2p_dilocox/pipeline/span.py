@@ -34,18 +34,19 @@ class PassThrough(nn.Module):
         return _shaped(hidden_states, self.outputs)
 
 
-class Entry(PassThrough):
-    """Layer 0 of a span that starts later: returns what another rank sent, whatever it is called with."""
+class Entry:
+    """A hook before layer 0 of a span that starts later, or before what stands there: it is called with what
+    another rank sent, whatever the model would have given it."""
 
     received: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    def __call__(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         received, self.received = (
             self.received,
             None,
         )  # the schedule, not the module, decides how long it lives
         assert received is not None
-        return _shaped(received, self.outputs)
+        return ((received, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": received})
 
 
 class Zero(nn.Module):
@@ -83,13 +84,15 @@ class SpanModule(nn.Module):
         self,
         model: PreTrainedModel,
         layers: dict[str, nn.Module],
+        last_layer: nn.Module,
         entry: Entry | None,
         is_last: bool,
         *,
         draws: bool,
         documents: Literal["positions", "mask", ""],
     ) -> None:
-        """layers: those of this span by their names in the whole model, in order. draws: the model drops out.
+        """layers: those of this span by their names in the whole model. last_layer: the last of them, or what
+        stands where they would be. draws: the model drops out.
         documents: what the model must be given to keep the documents of a sequence apart; "": nothing."""
         super().__init__()
         self.model = model
@@ -109,7 +112,7 @@ class SpanModule(nn.Module):
         self._left: Tensor | None = None
         for name, layer in layers.items():
             layer.forward = functools.partial(self._run_layer, layer.forward, name)
-        layer.register_forward_hook(self._layers_done)
+        last_layer.register_forward_hook(self._layers_done)
 
     def forward(self, x: Tensor, tokens: Tensor | None = None, row: Tensor | None = None) -> Tensor:
         """x: token ids or hidden. tokens: int64 [b, T], if documents are kept apart. row: int64 [b], numbers

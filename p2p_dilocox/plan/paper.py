@@ -32,7 +32,8 @@ ASSUMPTIONS = (
     "memory, bytes per parameter: 16 for float32 parameters, gradients and AdamW; CocktailSGD 4 more for the "
     "common copy and 4 / D for a reducer's error; OpenDiLoCo 8 more; DiLoCoX 12 more, as in this program. "
     "Without activations, spread evenly over a cluster's GPUs; OpenDiLoCo, which has no pipeline, over the 8 "
-    "of one server",
+    "of one server. This program, with activations and the fullest stage: plan qwen1.5-107b-paper --memory "
+    "40GiB --offload, which fits",
 )
 
 

@@ -47,6 +47,11 @@ def test_whether_it_fits_is_the_exit_code_and_what_would_make_it_fit_does() -> N
     assert screen.exit_code == 0 and "It fits" in screen.stdout
 
 
+def test_the_paper_s_107b_fits_in_its_gpus() -> None:
+    screen = plan("qwen1.5-107b-paper", "--memory", "40GiB", "--offload")
+    assert screen.exit_code == 0 and "80 GPUs" in screen.stdout and "It fits" in screen.stdout, screen.output
+
+
 def test_speed_and_a_choice_of_coding() -> None:
     found = record("demo", "--devices", "cpu:2", *SPEED, "--clusters", "4", "--tokens", "1B")
     rate, choice = found["pace"], found["recommended"]

@@ -23,7 +23,9 @@ SHAPES = {
 
 def serve(start: Start, directory: Path) -> str:
     text = RUN.format(outer_steps=STEPS, H=2).replace("stages = 2", f"stages = {STAGES}")
-    text = text.replace("num_hidden_layers = 2", f"num_hidden_layers = {STAGES}")
+    # Embedding and head are stages without a layer: the cluster of four has a rank for each.
+    text = text.replace("num_hidden_layers = 2", "num_hidden_layers = 3")
+    text = text.replace(f"stages = {STAGES}", f"stages = {STAGES}\ncut = [0, 2, 1, 0]")
     text = text.replace("batch_size = 2\nmicrobatches = 2", "batch_size = 4\nmicrobatches = 4")
     text = text.replace("[model]", "min_clusters = 3\n[model]", 1)
     (directory / "run.toml").write_text(text)

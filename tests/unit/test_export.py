@@ -23,7 +23,7 @@ def shards_of(model: str, stages: int) -> Shards:
     return [(j, dict(span.stage_parameters[j])) for j, span in enumerate(spans)]
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [1, 3, 5])
 @pytest.mark.parametrize("model", MODELS)
 def test_an_exported_model_reloads_without_a_difference(model: str, stages: int, tmp_path: Path) -> None:
     config = config_from_spec(spec_of(model, stages).model)

@@ -165,13 +165,35 @@ def test_no_other_cut_has_a_smaller_largest_stage() -> None:
             assert ranked[tuple(_balanced_borders(sizes, work, parts))] == min(ranked.values())
 
 
-@pytest.mark.parametrize("stages", [0, -1, 4])
-def test_stages_without_a_layer_are_refused(stages: int) -> None:
-    with pytest.raises(SpecError, match=f"model.stages = {stages}, must be between 1 and 3"):
+@pytest.mark.parametrize("stages", [0, -1, 6])
+def test_stages_that_would_hold_nothing_are_refused(stages: int) -> None:
+    with pytest.raises(SpecError, match=f"model.stages = {stages}, must be between 1 and 5"):
         cut_layers(skeleton_of(LLAMA), stages)
 
 
-@pytest.mark.parametrize("cut", [(1, 1), (1, 1, 2), (0, 1, 2), (3,)])
+def test_embedding_and_head_are_stages_of_their_own_where_layers_are_too_few() -> None:
+    heavy = skeleton_of(LLAMA | {"num_hidden_layers": 4, "vocab_size": 3000})
+    assert [len(layers) for layers in cut_layers(heavy, 4)] == [1, 1, 1, 1]
+    assert [len(layers) for layers in cut_layers(heavy, 5)] == [0, 1, 1, 2, 0]
+    assert cut_layers(skeleton_of(LLAMA), 5)[0] == range(0) and cut_layers(skeleton_of(LLAMA), 5)[4] == range(
+        3, 3
+    )
+    assert [len(layers) for layers in cut_layers(skeleton_of(LLAMA), 3, (0, 3, 0))] == [0, 3, 0]
+    first, *_, last = spans_of(config_of(LLAMA | {"tie_word_embeddings": True}), 5)
+    assert set(first.stage_parameters[0]) == {"model.embed_tokens.weight"}
+    assert set(last.stage_parameters[4]) == {"model.norm.weight"} and last.tied_copy is not None
+
+
+def test_a_stage_that_would_own_no_parameter_is_refused() -> None:
+    """OLMo's norms have none, and a tied head is owned by the first stage."""
+    tied = skeleton_of(LLAMA | {"model_type": "olmo", "tie_word_embeddings": True})
+    assert [len(layers) for layers in cut_layers(tied, 4)] == [0, 1, 1, 1]
+    for stages, cut in ((5, ()), (4, (1, 1, 1, 0))):
+        with pytest.raises(SpecError, match="model.stages = 5, must be between 1 and 4|model.cut = "):
+            cut_layers(tied, stages, cut)
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (1, 1, 2), (1, 0, 2), (0, 0, 3), (3,)])
 def test_a_cut_that_does_not_add_up_is_refused(cut: tuple[int, ...]) -> None:
     with pytest.raises(SpecError, match="must be 3 numbers"):
         cut_layers(skeleton_of(LLAMA), 3, cut)
@@ -198,8 +220,8 @@ def test_work_is_what_a_token_is_multiplied_with() -> None:
     skeleton = skeleton_of(LLAMA | {"model_type": "mixtral", "num_local_experts": 8})
     router, experts = 8 * width, 2 * mlp  # two of the eight work for a token
     per_layer = attention + router + experts
-    assert skeleton.work() == [per_layer, per_layer, per_layer + width * vocabulary]
-    assert skeleton.sizes()[1] == attention + router + 8 * mlp + 2 * width
+    assert skeleton.work() == [0, per_layer, per_layer, per_layer, width * vocabulary]
+    assert skeleton.sizes()[2] == attention + router + 8 * mlp + 2 * width
 
 
 REFUSED = [

@@ -75,6 +75,7 @@ LAUNCHES = {
         case_of("llama-tied", 3, "interleaved-zero-bubble", microbatches=2),
         case_of("gpt2", 3, "interleaved-1f1b", microbatches=1),
         case_of("everything", 3, "interleaved-zero-bubble"),
+        case_of("llama-tied", 5, "1f1b"),  # three layers: rank 0 holds the embedding and no layer
     ],
 }
 """Ranks of a cluster -> its cases. With 2 ranks and 3 stages, rank 1 holds two stages."""

@@ -116,7 +116,8 @@ ONE_KEY = [
         "cut = [1, 2], must be model.stages = 2 numbers with the sum 4",
     ),
     ("stages = 2", "stages = 2\ncut = [4]", 7, "cut = [4], must be model.stages = 2 numbers with the sum 4"),
-    ("stages = 2", "stages = 2\ncut = [0, 4]", 7, "cut = [0, 4], must be at least 1, each"),
+    ("stages = 2", "stages = 2\ncut = [-1, 5]", 7, "cut = [-1, 5], must be at least 0, each"),
+    ("stages = 2", "stages = 3\ncut = [2, 0, 2]", 7, "only the first and the last may be 0"),
     ("stages = 2", 'stages = 2\ncut = ["1", 3]', 7, 'cut = ["1", 3], must be a list of whole numbers'),
     ("stages = 2", "stages = 2\ncut = 2", 7, "cut = 2, must be a list of whole numbers"),
     ("stages = 2", 'stages = 2\npath = "models/x"', 7, 'path = "models/x", must be left out'),
@@ -127,10 +128,10 @@ ONE_KEY = [
         "must fit the model's vocab_size = 2000, but has 2048 tokens",
     ),
     (
-        "num_hidden_layers = 4",
-        "num_hidden_layers = 1",
+        "stages = 2",
+        "stages = 7",
         6,
-        "stages = 2, must be at most 1, the layers of the model",
+        "stages = 7, must be at most 6: 4 layers, the embedding and the head",
     ),
     (
         "vocab_size = 2048",
