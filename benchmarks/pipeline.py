@@ -1,13 +1,14 @@
 """The pipeline of a cluster: speed against the model in one piece, bubble and memory against the plan.
 
-    python -m benchmarks.pipeline [--quick] [--json] [--save]
+    python -m benchmarks.pipeline [--only PART] [--quick] [--json] [--save]
 
 bubble   stages that sleep instead of computing, over real gloo processes: the schedule and its messages
          alone, however many cores there are. Idle time of a rank, against (S - 1) / (m + S - 1).
 speed    tokens per second of one model over 2 ranks with 1 thread each, and in one process with 2 threads,
          in turns; medians.
-memory   peak resident memory of every rank of two clusters in a real run over loopback (`dilocox-peer
-         demo`), against `dilocox-peer plan`. What libraries take is measured with a model of almost nothing.
+memory-1, memory-2
+         peak resident memory of every rank of two clusters in real runs over loopback (`dilocox-peer demo`)
+         with 1 and 2 ranks each, against `dilocox-peer plan`; the higher one of the clusters.
 gpu      where there is CUDA: a Llama of 1.2 billion parameters, ours against plain PyTorch, tokens per
          second, MFU against --flops, and peak memory against plan.
 """
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from p2p_dilocox.plan.cluster import Cluster
-from p2p_dilocox.plan.memory import RankMemory, all_ranks
+from p2p_dilocox.plan.memory import all_ranks
 from p2p_dilocox.plan.model import PlannedModel
 from p2p_dilocox.plan.speed import bubble_share, flops_per_token
 from p2p_dilocox.runspec import parse_run
@@ -46,7 +47,7 @@ id = "bench"
 outer_steps = {outer_steps}
 min_clusters = 2
 [model]
-stages = 2
+stages = {stages}
 [model.config]
 model_type = "llama"
 vocab_size = {vocabulary}
@@ -71,7 +72,7 @@ lowrank = {lowrank}
 [deadlines]
 round_s = 300
 [checkpoint]
-every = 1000
+every = {every}
 [eval]
 batches = 1
 """
@@ -80,7 +81,7 @@ batches = 1
 def run_text(*, width: int, layers: int, batch: int, microbatches: int, **more: int) -> str:
     values = {
         "outer_steps": 2, "vocabulary": 8192, "kv": 8, "seq_len": 128, "inner": 8 * width // 3 // 16 * 16,
-        "lowrank": width // 4,
+        "lowrank": width // 4, "stages": 2, "every": 1000,
     } | more  # fmt: skip
     return RUN.format(width=width, layers=layers, batch=batch, microbatches=microbatches, **values)
 
@@ -144,34 +145,28 @@ def speeds(*, quick: bool) -> list[Row]:
     ]
 
 
-def memory(*, quick: bool) -> list[Row]:
-    """Of whole runs, the checkpoint at their end included, as it is in a plan."""
-    tiny = run_text(width=64, layers=2, batch=4, microbatches=2, vocabulary=2048, inner=128)
-    sizes = [(256, 4, 8, 2)] if quick else [(512, 8, 8, 2)]
-    baseline = _peaks(tiny)
-    libraries = [peak - _without_libraries(r) for peak, r in zip(baseline, _planned(tiny), strict=True)]
+def memory(count: int, *, quick: bool) -> list[Row]:
+    """Of whole runs with `count` ranks per cluster. Every outer step saves a checkpoint, so one is written
+    while the next steps train and average, as a plan has it."""
+    sizes = [
+        {"width": 768, "layers": 8, "batch": 4, "microbatches": 2, "lowrank": 64},
+        {"width": 1024, "layers": 4, "batch": 8, "microbatches": 4, "vocabulary": 16384, "lowrank": 0},
+        {"width": 512, "layers": 4, "batch": 8, "microbatches": 2, "vocabulary": 16384, "seq_len": 256},
+    ]  # fmt: skip
     rows = []
-    for width, layers, batch, microbatches in sizes:
-        text = run_text(width=width, layers=layers, batch=batch, microbatches=microbatches)
-        for rank, (peak, planned) in enumerate(zip(_peaks(text), _planned(text), strict=True)):
-            ours, theirs = peak - libraries[rank], _without_libraries(planned)
+    for size in sizes[:1] if quick else sizes:
+        text = run_text(**size, outer_steps=3, stages=count, every=1)
+        spec = parse_run(text)
+        model = PlannedModel(spec)
+        planned = all_ranks(spec, model, Cluster(count, "cpu"), 2)
+        for rank, (peak, plan) in enumerate(zip(_peaks(text), planned, strict=True)):
+            expected = plan.total("host")
             rows.append(
-                {"width": width, "layers": layers, "batch": batch, "microbatches": microbatches, "rank": rank,
-                 "peak_MB": round(peak / 1e6), "plan_MB": round(planned.total("host") / 1e6),
-                 "libraries_MB": round(libraries[rank] / 1e6),
-                 "peak_over_plan": round(peak / planned.total("host"), 3),
-                 "without_libraries": round(ours / theirs, 3)}
+                {"parameters_M": round(model.tensors.num_parameters / 1e6), "ranks": count, "rank": rank,
+                 "peak_MB": round(peak / 1e6), "plan_MB": round(expected / 1e6),
+                 "peak_over_plan": round(peak / expected, 3)}
             )  # fmt: skip
     return rows
-
-
-def _planned(text: str) -> list[RankMemory]:
-    spec = parse_run(text)
-    return all_ranks(spec, PlannedModel(spec), Cluster(2, "cpu"), 2)
-
-
-def _without_libraries(rank: RankMemory) -> int:
-    return sum(row.bytes for row in rank.rows if row.name != "libraries")
 
 
 def _peaks(text: str) -> list[float]:
@@ -239,7 +234,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one small case of each, once")
-    parser.add_argument("--only", choices=("bubble", "speed", "memory", "gpu"))
+    parser.add_argument("--only", choices=("bubble", "speed", "memory-1", "memory-2", "gpu"))
     parser.add_argument("--flops", type=float, default=312e12, help="the GPU's bf16 peak, for MFU")
     parser.add_argument("--json", action="store_true")
     where = RESULTS.relative_to(ROOT)
@@ -249,7 +244,8 @@ def main() -> None:
     parts: dict[str, Callable[[], list[Row]]] = {
         "bubble": lambda: bubbles(quick=quick),
         "speed": lambda: speeds(quick=quick),
-        "memory": lambda: memory(quick=quick),
+        "memory-1": lambda: memory(1, quick=quick),
+        "memory-2": lambda: memory(2, quick=quick),
         "gpu": lambda: gpu(arguments.flops) if torch.cuda.is_available() else [{"not run": "no CUDA here"}],
     }
     machine = {
@@ -260,7 +256,8 @@ def main() -> None:
     for name, measure in parts.items():
         if arguments.only in (None, name):
             date = datetime.datetime.now(datetime.UTC).date().isoformat()
-            record[name] = {"date": date, "machine": machine, "rows": measure()}
+            load = round(os.getloadavg()[0], 1)  # of other programs, in the minute before
+            record[name] = {"date": date, "machine": machine | {"load": load}, "rows": measure()}
             for row in record[name]["rows"] if not arguments.json else []:
                 print(f"{name:8}", "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             if arguments.save:
