@@ -149,8 +149,8 @@ def memory(count: int, *, quick: bool) -> list[Row]:
     """Of whole runs with `count` ranks per cluster. Every outer step saves a checkpoint, so one is written
     while the next steps train and average, as a plan has it."""
     sizes = [
-        {"width": 768, "layers": 8, "batch": 4, "microbatches": 2, "lowrank": 64},
-        {"width": 1024, "layers": 4, "batch": 8, "microbatches": 4, "vocabulary": 16384, "lowrank": 0},
+        {"width": 768, "layers": 8, "batch": 4, "microbatches": 2, "seq_len": 64, "lowrank": 64},
+        {"width": 1024, "layers": 4, "batch": 4, "microbatches": 2, "vocabulary": 16384, "lowrank": 0},
         {"width": 512, "layers": 4, "batch": 8, "microbatches": 2, "vocabulary": 16384, "seq_len": 256},
     ]  # fmt: skip
     rows = []
