@@ -4,8 +4,8 @@
 
 bubble   stages that sleep instead of computing, over real gloo processes: the schedule and its messages
          alone, however many cores there are. Idle time of a rank, against (S - 1) / (m + S - 1).
-speed    tokens per second of one model over 2 ranks with 1 thread each, and in one process with 2 threads,
-         in turns; medians.
+speed    tokens per second of one model over 2 ranks with 1 thread each, and uncut in one process with 1 and
+         2 threads, in turns; medians.
 memory-1, memory-2
          peak resident memory of every rank of two clusters in real runs over loopback (`dilocox-peer demo`)
          with 1 and 2 ranks each, against `dilocox-peer plan`; the higher one of the clusters.
@@ -130,11 +130,16 @@ def bubbles(*, quick: bool) -> list[Row]:
 def speeds(*, quick: bool) -> list[Row]:
     """Each set-up several times in turns, since other programs share the cores."""
     size = {"width": 256, "layers": 4} if quick else {"width": 384, "layers": 8}
-    text = run_text(**size, batch=8, microbatches=8, vocabulary=2048)
-    setups = {"2 ranks, 1 thread each": (2, 1), "1 process, 2 threads": (1, 2), "1 process, 1 thread": (1, 1)}
+    setups = {
+        "2 ranks, 1 thread each, 8 microbatches": (2, 1, 8),
+        "1 process, 2 threads, 8 microbatches": (1, 2, 8),
+        "1 process, 2 threads, 1 microbatch": (1, 2, 1),
+        "1 process, 1 thread, 8 microbatches": (1, 1, 8),
+    }
     found: dict[str, list[float]] = {name: [] for name in setups}
     for _ in range(1 if quick else 3):
-        for name, (count, threads) in setups.items():
+        for name, (count, threads, microbatches) in setups.items():
+            text = run_text(**size, batch=8, microbatches=microbatches, vocabulary=2048)
             rows = ranks(
                 "train", count, threads, run=text, device="cpu", outer=False, steps=2 if quick else 4
             )
