@@ -5,7 +5,7 @@ recipe with one seed; its result is a file, so that a comparison that was interr
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,36 +15,58 @@ from safetensors.torch import load_file, save_file
 
 from p2p_dilocox.data import load_tokens
 from p2p_dilocox.errors import StateError
-from p2p_dilocox.runspec import RunSpec, parse_run_as
-from p2p_dilocox.simulation import Link, Place, Point, Simulation, warm_start
+from p2p_dilocox.runspec import RunSpec, parse_run_as, total_inner_steps
+from p2p_dilocox.simulation import Link, Place, Point, Simulation, Together, never_differ, warm_start
 from p2p_dilocox.state_dir import write_atomic
 from p2p_dilocox.traffic import fp16_bytes, model_tensors
 
-__all__ = ["Cell", "Result", "Setup", "Summary", "prepare", "read_cell", "run_cell", "summarise"]
+__all__ = ["Cell", "Method", "Result", "Setup", "Summary", "prepare", "read_cell", "run_cell", "summarise"]
 
 _VALIDATIONS = 12
-_FORMAT = 1  # of a cell's file, and of what a simulation gives
+_FORMAT = 2  # of a cell's file, and of what a simulation gives
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A recipe as a comparison runs it. overrides: tables of a run spec."""
+
+    recipe: str
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        changed = [
+            f"{t}.{k} = {json.dumps(v)}" for t, keys in self.overrides.items() for k, v in keys.items()
+        ]
+        return f"{self.recipe}: {', '.join(changed)}" if changed else self.recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What all cells share.
 
-    text: a run.toml, whose method is replaced. inner_steps: of each cluster. warm_steps: inner steps of the
-    model that all start from. allreduce_steps: how many inner steps as long an fp16 AllReduce of the model
-    takes, which fixes the links. 31 is the paper's OPT-1.3B at 1 Gbit/s (arXiv 2506.21263, Table 1: 23,880
-    tokens/s when nothing waits, 745 with an AllReduce at every step).
+    text: a run.toml, whose method is replaced. methods: by name; any other name is that of a recipe.
+    inner_steps: of each cluster. warm_steps: of an AllReduce at every step, which all go on from.
+    allreduce_steps: how many inner steps as long an fp16 AllReduce of the model takes, which fixes the links.
+    31 is the paper's OPT-1.3B at 1 Gbit/s (arXiv 2506.21263, Table 1: 23,880 tokens/s when nothing waits, 745
+    with an AllReduce at every step).
     """
 
     text: str
+    methods: Mapping[str, Method] = field(default_factory=dict)
     clusters: int = 4
     inner_steps: int = 384
     warm_steps: int = 0
     allreduce_steps: float = 31.0
 
-    def spec(self, recipe: str, seed: int) -> RunSpec:
+    def method(self, name: str) -> Method:
+        return self.methods.get(name) or Method(recipe=name)
+
+    def spec(self, name: str, seed: int) -> RunSpec:
         """Raises SpecError."""
-        spec = parse_run_as(self.text, recipe, seed=seed, inner_steps=self.inner_steps)
+        method = self.method(name)
+        spec = parse_run_as(
+            self.text, method.recipe, seed=seed, inner_steps=self.inner_steps, overrides=method.overrides
+        )
         every = max(1, spec.run.outer_steps // _VALIDATIONS)
         return replace(spec, eval=replace(spec.eval, every=every))
 
@@ -57,6 +79,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Cell:
+    """recipe: the name of a method."""
+
     recipe: str
     seed: int
 
@@ -65,13 +89,16 @@ class Cell:
 class Result:
     """What one cell came to. Losses in nats per token; bytes are payload that one cluster sends.
 
+    settings: the method in full. averaged_loss: of the mean of the last anchors, if the method has one.
     compression_vs_fp16: bytes of an fp16 AllReduce at every inner step over ours; from_local_steps and
-    from_coding are its two factors. points: the validations.
+    from_coding are its two factors. H: of the run, where it varies. points: the validations.
     """
 
     recipe: str
+    settings: str
     seed: int
     val_loss: float
+    averaged_loss: float | None
     start_loss: float
     tokens: int
     outer_steps: int
@@ -90,7 +117,8 @@ class Result:
 class Summary:
     """One recipe over its seeds: `mean` of everything, and how far apart the losses are.
 
-    gap: of the mean loss to `allreduce`, relative; None if that was not run.
+    gap: of the loss to `allreduce` of the same seed, relative, mean over the seeds that both were run with;
+    gap_spread: how far apart these are. None if there are none.
     """
 
     recipe: str
@@ -98,22 +126,22 @@ class Summary:
     mean: Result
     loss_spread: float
     gap: float | None
+    gap_spread: float | None
 
 
-def prepare(setup: Setup, seeds: Sequence[int], recipe: str, out: Path) -> None:
-    """Tokens and warm starts, which cells then only read. Raises DilocoxError."""
-    for seed in seeds:
-        spec = setup.spec(recipe, seed)
-        corpus = load_tokens(spec, out / "tokens")
-        if setup.warm_steps and not (file := _start_file(setup, seed, out)).exists():
-            state = warm_start(spec, corpus, setup.warm_steps)
-            save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
+def prepare(setup: Setup, out: Path) -> None:
+    """Tokens and the warm start, which cells then only read. Raises DilocoxError."""
+    spec = _start_spec(setup)
+    corpus = load_tokens(spec, out / "tokens")
+    if setup.warm_steps and not (file := _start_file(setup, out)).exists():
+        state = warm_start(spec, corpus, setup.warm_steps)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
 
 
 def read_cell(setup: Setup, cell: Cell, out: Path) -> Result | None:
     """What an earlier call left in `out`, None if there is nothing. Raises StateError for a damaged file."""
     file = _file(setup, cell, out)
-    return _read(file) if file.exists() else None
+    return replace(_read(file), recipe=cell.recipe) if file.exists() else None
 
 
 def run_cell(
@@ -121,27 +149,33 @@ def run_cell(
 ) -> Result:
     """Simulate it and keep its result in `out`. progress: inner steps done, of all clusters, and in all."""
     spec, file = setup.spec(cell.recipe, cell.seed), _file(setup, cell, out)
-    start = load_file(_start_file(setup, cell.seed, out)) if setup.warm_steps else None
+    start = load_file(_start_file(setup, out)) if setup.warm_steps else None
     num_parameters = model_tensors(spec).num_parameters
     link = setup.link(num_parameters)
     places = [Place(cluster_id=f"cluster{number}", link=link) for number in range(setup.clusters)]
-    simulation = Simulation(spec, places, load_tokens(spec, out / "tokens"), start=start)
-    total = setup.clusters * spec.run.outer_steps * spec.inner.H
+    kind = Together if never_differ(spec) else Simulation
+    simulation = kind(spec, places, load_tokens(spec, out / "tokens"), start=start)
+    total = setup.clusters * total_inner_steps(spec)
     simulation.on_step = lambda done: progress(done, total)
     simulation.run()
-    result = _result(cell, spec, simulation, fp16_bytes(num_parameters, setup.clusters))
+    settings = str(setup.method(cell.recipe))
+    result = _result(cell, settings, spec, simulation, fp16_bytes(num_parameters, setup.clusters))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(asdict(result), indent=1) + "\n")
     return result
 
 
-def _result(cell: Cell, spec: RunSpec, simulation: Simulation, fp16: float) -> Result:
+def _result(
+    cell: Cell, settings: str, spec: RunSpec, simulation: Simulation | Together, fp16: float
+) -> Result:
     sent = simulation.sent_bytes / spec.run.outer_steps
+    steps = total_inner_steps(spec) / spec.run.outer_steps
     return Result(
-        recipe=cell.recipe, seed=cell.seed, val_loss=simulation.points[-1].val_loss,
-        start_loss=simulation.points[0].val_loss, tokens=simulation.tokens,
-        outer_steps=spec.run.outer_steps, H=spec.inner.H, wire_bytes_per_outer_step=sent,
-        compression_vs_fp16=fp16 * spec.inner.H / sent if sent else 0.0, from_local_steps=float(spec.inner.H),
+        recipe=cell.recipe, settings=settings, seed=cell.seed, val_loss=simulation.points[-1].val_loss,
+        averaged_loss=simulation.points[-1].mean_val_loss, start_loss=simulation.points[0].val_loss,
+        tokens=simulation.tokens, outer_steps=spec.run.outer_steps, H=spec.inner.H,
+        wire_bytes_per_outer_step=sent,
+        compression_vs_fp16=fp16 * steps / sent if sent else 0.0, from_local_steps=steps,
         from_coding=fp16 / sent if sent else 0.0, utilisation=simulation.utilisation,
         tokens_per_s=simulation.tokens / simulation.seconds, seconds=simulation.seconds,
         points=simulation.points,
@@ -153,17 +187,20 @@ def summarise(results: Sequence[Result]) -> list[Summary]:
     by_recipe: dict[str, list[Result]] = {}
     for result in results:
         by_recipe.setdefault(result.recipe, []).append(result)
-    means = {recipe: _mean(of) for recipe, of in by_recipe.items()}
-    reference = means["allreduce"].val_loss if "allreduce" in means else None
-    found = [
-        Summary(
-            recipe=recipe, seeds=len(of), mean=means[recipe],
-            loss_spread=max(r.val_loss for r in of) - min(r.val_loss for r in of),
-            gap=None if reference is None else means[recipe].val_loss / reference - 1.0,
-        )
-        for recipe, of in by_recipe.items()
-    ]  # fmt: skip
+    reference = {result.seed: result.val_loss for result in by_recipe.get("allreduce", [])}
+    found = []
+    for recipe, of in by_recipe.items():
+        gaps = [r.val_loss / reference[r.seed] - 1.0 for r in of if r.seed in reference]
+        summary = Summary(
+            recipe=recipe, seeds=len(of), mean=_mean(of), loss_spread=_spread([r.val_loss for r in of]),
+            gap=statistics.fmean(gaps) if gaps else None, gap_spread=_spread(gaps) if gaps else None,
+        )  # fmt: skip
+        found.append(summary)
     return sorted(found, key=lambda summary: summary.mean.val_loss)
+
+
+def _spread(values: Sequence[float]) -> float:
+    return max(values) - min(values)
 
 
 def _mean(results: Sequence[Result]) -> Result:
@@ -180,24 +217,37 @@ def _mean(results: Sequence[Result]) -> Result:
             same[0].tokens,
             statistics.fmean(p.sent_bytes for p in same),
             statistics.fmean(p.val_loss for p in same),
+            None,
         )
         for same in zip(*(r.points for r in results), strict=False)
     ]
     return Result(**{**mean, "recipe": first.recipe, "points": points})
 
 
-def _start_file(setup: Setup, seed: int, out: Path) -> Path:
-    digest = hashlib.sha256(f"{_FORMAT} {setup.warm_steps} {setup.text}".encode()).hexdigest()[:12]
+def _start_spec(setup: Setup) -> RunSpec:
+    """The warm start has the batches of all clusters together, no method's settings, and one seed: cells of
+    another have other batches afterwards."""
+    spec = parse_run_as(setup.text, "allreduce", seed=0, inner_steps=setup.warm_steps or setup.inner_steps)
+    batch_size = setup.clusters * spec.inner.batch_size
+    return replace(spec, inner=replace(spec.inner, batch_size=batch_size, lr_schedule="constant"))
+
+
+def _start_file(setup: Setup, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
-    return out / f"start-{seed}-{digest}.safetensors"
+    return out / f"start-{_digest(_start_spec(setup), setup.warm_steps)}.safetensors"
 
 
 def _file(setup: Setup, cell: Cell, out: Path) -> Path:
-    """Its name has a digest of all that the result depends on."""
+    """Its name has a digest of all that the result depends on: studies may share `out` and its cells."""
     spec = setup.spec(cell.recipe, cell.seed)
-    text = json.dumps([_FORMAT, torch.__version__, asdict(setup), asdict(spec)], default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return out / "cells" / f"{cell.recipe}-{cell.seed}-{digest}.json"
+    start = _digest(_start_spec(setup), setup.warm_steps) if setup.warm_steps else ""
+    digest = _digest(spec, setup.clusters, setup.allreduce_steps, start)
+    return out / "cells" / f"{spec.run.recipe}-{cell.seed}-{digest}.json"
+
+
+def _digest(spec: RunSpec, *more: float | str) -> str:
+    text = json.dumps([_FORMAT, torch.__version__, asdict(spec), *more], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _read(file: Path) -> Result:

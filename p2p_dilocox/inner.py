@@ -46,12 +46,11 @@ class InnerOptimizer:
             {"params": [p for p in self._parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        # On a GPU the unfused step holds one more copy of all parameters for a moment.
-        self._fused = bits == 32 and all(p.is_cuda for p in self._parameters)
         options: dict[str, Any] = {"lr": inner.lr, "betas": inner.betas, "eps": inner.eps}
         self._adamw: torch.optim.Optimizer
         if bits == 32:
-            self._adamw = torch.optim.AdamW(groups, **options, fused=self._fused)
+            # Fused: a third of the time on a CPU; on a GPU also without one more copy of all parameters.
+            self._adamw = torch.optim.AdamW(groups, **options, fused=True)
         else:
             check_bits(bits)
             self._adamw = importlib.import_module("bitsandbytes.optim").AdamW8bit(groups, **options)
@@ -86,8 +85,7 @@ class InnerOptimizer:
             if key == "step" and self._bits == 8:
                 self._adamw.state[parameter][key] = int(value)
                 continue
-            where = value.device if key == "step" and not self._fused else parameter.device
-            self._adamw.state[parameter][key] = value.to(where).clone()
+            self._adamw.state[parameter][key] = value.to(parameter.device).clone()
 
 
 def check_bits(bits: int) -> None:

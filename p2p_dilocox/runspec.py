@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from p2p_dilocox.consistency import RULES, warnings_for
@@ -45,6 +46,7 @@ __all__ = [
 
 _TABLES: dict[str, type] = get_type_hints(RunSpec)
 _OF_METHODS = {f.name for f in fields(Recipe)} & _TABLES.keys() - {"inner"}
+_OF_COMPARISONS = {"compare", "methods"}
 _TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
@@ -107,22 +109,39 @@ def parse_run(text: str, *, name: str = "run.toml") -> RunSpec:
     return _read(_tables(text, name), key_lines(text), name)
 
 
-def parse_run_as(text: str, recipe: str, *, seed: int, inner_steps: int, name: str = "run.toml") -> RunSpec:
-    """The run of `text` by another method: the same model, data and inner optimizer, all else as `recipe` has
-    it, and as many outer steps as `inner_steps` inner steps make. One that adapts has its H pinned, so that
-    it trains on as many tokens. Raises SpecError as parse_run does.
+def parse_run_as(
+    text: str,
+    recipe: str,
+    *,
+    seed: int,
+    inner_steps: int,
+    overrides: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    name: str = "run.toml",
+) -> RunSpec:
+    """The run of `text` by another method: the same model, data and inner optimizer, all else as `recipe` and
+    then `overrides` have it, and as many outer steps as `inner_steps` inner steps make. One that adapts has
+    its H pinned, so that it trains on as many tokens. Raises SpecError as parse_run does.
     """
-    tables = {k: v for k, v in _tables(text, name).items() if k not in _OF_METHODS}
+    of_others = _OF_METHODS | _OF_COMPARISONS
+    tables = {k: v for k, v in _tables(text, name).items() if k not in of_others}
     method, inner = recipes().get(recipe), dict(tables.get("inner", {}))
     H = inner.get("H")
     if method is not None and isinstance(H, int):
         # A whole turn of fragments, or a method's own number, takes the place of the run's H.
-        inner["H"] = H = method.inner.get("H", max(1, H // method.schedule.fragments))
-    outer_steps = max(1, inner_steps // H) if isinstance(H, int) and H > 0 else 1
-    run = {**tables.get("run", {}), "recipe": recipe, "seed": seed, "outer_steps": outer_steps}
+        inner["H"] = method.inner.get("H", max(1, H // method.schedule.fragments))
+    tables["inner"] = inner = {**inner, **overrides.get("inner", {})}
     if method is not None and method.adapt.rule != "none":
-        tables["adapt"] = {"H_min": H, "H_max": H}
-    return _read({**tables, "run": run, "inner": inner}, {}, name)
+        tables["adapt"] = {"H_min": inner.get("H"), "H_max": inner.get("H")}
+    tables |= {table: {**tables.get(table, {}), **keys} for table, keys in overrides.items()}
+    run = {**tables.get("run", {}), "recipe": recipe, "seed": seed, "outer_steps": max(1, inner_steps)}
+    run["outer_steps"] = _outer_steps(_read({**tables, "run": run}, {}, name), inner_steps)
+    return _read({**tables, "run": run}, {}, name)
+
+
+def _outer_steps(spec: RunSpec, inner_steps: int) -> int:
+    """So many make `inner_steps`, or as many less as they must."""
+    startup = min(spec.adapt.startup_steps, inner_steps // spec.adapt.startup_H)
+    return max(1, startup + (inner_steps - startup * spec.adapt.startup_H) // spec.inner.H)
 
 
 def _tables(text: str, name: str) -> dict[str, Any]:

@@ -306,22 +306,25 @@ def demo(out: Path, run: str, clusters: int) -> None:
 @main.command()
 @click.argument("recipe_names", metavar="[RECIPE]...", nargs=-1)
 @click.option(
-    "--run", default="compare", show_default=True, help="A shipped run, or a run.toml: model, data, inner."
-)
-@click.option("--clusters", type=click.IntRange(1, 64), default=4, show_default=True)
+    "--run", default="compare", show_default=True,
+    help="A shipped run, or a run.toml: model, data, inner; and, if it has them, [compare] and [methods].",
+)  # fmt: skip
+@click.option("--clusters", type=click.IntRange(1, 64), help="Default: that of the run, or 4.")
 @click.option(
-    "--seeds", type=click.IntRange(1, 100), default=1, show_default=True, help="Runs of each recipe."
-)
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=384, show_default=True, help="Inner steps of a cluster."
+    "--seeds", type=click.IntRange(1, 100), help="Runs of each recipe. Default: as the run has it, or 1."
 )
 @click.option(
-    "--warm", type=click.IntRange(min=0), default=0, show_default=True,
-    help="Inner steps that one cluster trains before, as the start of all.",
+    "--steps",
+    type=click.IntRange(min=1),
+    help="Inner steps of a cluster. Default: as the run has it, or 384.",
+)
+@click.option(
+    "--warm", type=click.IntRange(min=0),
+    help="Inner steps of an AllReduce before, as the start of all. Default: as the run has it, or 0.",
 )  # fmt: skip
 @click.option(
-    "--allreduce-steps", type=click.FloatRange(min=0, min_open=True), default=31.0, show_default=True,
-    help="Link speed: an fp16 AllReduce takes as long as so many inner steps.",
+    "--allreduce-steps", type=click.FloatRange(min=0, min_open=True),
+    help="Link speed: an fp16 AllReduce takes so many inner steps. Default: as the run has it, or 31.",
 )  # fmt: skip
 @click.option(
     "--quick", is_flag=True, help="64 inner steps of 2 clusters: whether every recipe works at all."
@@ -332,34 +335,44 @@ def demo(out: Path, run: str, clusters: int) -> None:
 def compare(
     recipe_names: tuple[str, ...],
     run: str,
-    clusters: int,
-    seeds: int,
-    steps: int,
-    warm: int,
-    allreduce_steps: float,
+    clusters: int | None,
+    seeds: int | None,
+    steps: int | None,
+    warm: int | None,
+    allreduce_steps: float | None,
     quick: bool,
     processes: int | None,
     out: Path,
     as_json: bool,
 ) -> None:
-    """Train one model by several recipes on simulated links, and set them side by side. Default: all recipes.
+    """Train one model by several recipes on simulated links, and set them side by side. Default: all that the
+    run has in [methods], or all recipes.
 
     What OUT has from an earlier call is not run again.
     """
-    from p2p_dilocox.comparison import Setup
+    from p2p_dilocox.comparison import Cell, Setup
+    from p2p_dilocox.recipe import recipes
     from p2p_dilocox.runspec import read_run_text
+    from p2p_dilocox.study import read_study
 
     from .compare import compare as run_all
     from .compare import comparison_table, default_processes, summary_record, write_comparison
     from .view import console
 
+    text = read_run_text(run)
+    study = read_study(text, Path(run).name)
     if quick:
         clusters, steps, seeds = 2, 64, 1
     setup = Setup(
-        text=read_run_text(run), clusters=clusters, inner_steps=steps, warm_steps=warm,
-        allreduce_steps=allreduce_steps,
+        text=text, methods=study.methods, clusters=clusters or study.clusters,
+        inner_steps=steps or study.steps, warm_steps=study.warm if warm is None else warm,
+        allreduce_steps=allreduce_steps or study.allreduce_steps,
     )  # fmt: skip
-    summaries = run_all(setup, recipe_names, range(seeds), out, processes or default_processes())
+    names = recipe_names or list(study.methods) or list(recipes())
+    cells = [
+        Cell(name, seed) for name in names for seed in range(seeds or study.of_method.get(name, study.seeds))
+    ]
+    summaries = run_all(setup, cells, out, processes or default_processes())
     files = write_comparison(summaries, out)
     if as_json:
         for summary in summaries:

@@ -19,7 +19,6 @@ from rich.table import Table
 
 from p2p_dilocox.comparison import Cell, Result, Setup, Summary, prepare, read_cell, run_cell, summarise
 from p2p_dilocox.errors import StateError
-from p2p_dilocox.recipe import recipes
 from p2p_dilocox.stability import unstable
 from p2p_dilocox.swarm.process import die_with_parent
 
@@ -31,16 +30,14 @@ _GLANCE_S = 0.25
 _queue: "Queue[tuple[Cell, int, int]] | None" = None  # of a worker: to the program that started it
 
 
-def compare(
-    setup: Setup, names: Sequence[str], seeds: Sequence[int], out: Path, processes: int
-) -> list[Summary]:
+def compare(setup: Setup, cells: Sequence[Cell], out: Path, processes: int) -> list[Summary]:
     """All cells, those from an earlier call with the same settings read from `out`. Shows bars on a terminal.
 
     Raises SpecError for a recipe that does not exist or a setting that it refuses, before anything runs.
     """
-    cells = [Cell(name, seed) for name in names or list(recipes()) for seed in seeds]
-    specs = [setup.spec(cell.recipe, cell.seed) for cell in cells]
-    for warning in dict.fromkeys(f"{s.run.recipe}: {w}" for s in specs for w in unstable(s, setup.clusters)):
+    specs = {cell: setup.spec(cell.recipe, cell.seed) for cell in cells}
+    warnings = (f"{cell.recipe}: {w}" for cell, s in specs.items() for w in unstable(s, setup.clusters))
+    for warning in dict.fromkeys(warnings):
         click.echo(f"warning: {warning}", err=True)
     out.mkdir(parents=True, exist_ok=True)
     screen = console()
@@ -53,7 +50,7 @@ def compare(
         if missing:
             whole = bars.add_task("all", total=len(cells), completed=len(cells) - len(missing))
             start = bars.add_task("tokens and warm start", total=None)
-            prepare(setup, seeds, cells[0].recipe, out)
+            prepare(setup, out)
             bars.remove_task(start)
             known |= _run(setup, missing, out, processes, bars, whole)
     return summarise([result for result in known.values() if result is not None])
@@ -116,7 +113,8 @@ _COLUMNS: dict[str, Callable[[Summary], str]] = {
     "loss": lambda s: f"{s.mean.val_loss:.4f}",
     "spread": lambda s: f"{s.loss_spread:.4f}" if s.seeds > 1 else "-",
     "gap": lambda s: "-" if s.gap is None else f"{s.gap:+.2%}",
-    "H": lambda s: str(s.mean.H),
+    "of mean": lambda s: "-" if s.mean.averaged_loss is None else f"{s.mean.averaged_loss:.4f}",
+    "H": lambda s: f"{s.mean.from_local_steps:.0f}",
     "sent per outer step": lambda s: bytes_text(s.mean.wire_bytes_per_outer_step),
     "vs fp16": lambda s: f"{s.mean.compression_vs_fp16:.0f}x",
     "vs fp32": lambda s: f"{2 * s.mean.compression_vs_fp16:.0f}x",
@@ -127,12 +125,15 @@ _COLUMNS: dict[str, Callable[[Summary], str]] = {
 
 
 def comparison_table(summaries: Sequence[Summary]) -> Table:
-    """The smallest loss first. `gap`: of the loss to allreduce. `vs fp16`: to an AllReduce at every step."""
+    """The smallest loss first. `gap`: of the loss to allreduce. `of mean`: loss of the mean of the last
+    anchors. `vs fp16`: to an AllReduce at every step."""
     table = Table(box=None, pad_edge=False)
-    for name in _COLUMNS:
+    averages = any(summary.mean.averaged_loss is not None for summary in summaries)
+    columns = {name: cell for name, cell in _COLUMNS.items() if name != "of mean" or averages}
+    for name in columns:
         table.add_column(name, justify="left" if name == "recipe" else "right", no_wrap=True)
     for summary in summaries:
-        table.add_row(*(cell(summary) for cell in _COLUMNS.values()))
+        table.add_row(*(cell(summary) for cell in columns.values()))
     return table
 
 
@@ -141,13 +142,17 @@ def summary_record(summary: Summary) -> dict[str, Any]:
     mean = {k: v for k, v in asdict(summary.mean).items() if k not in ("recipe", "seed", "points")}
     return {
         "recipe": summary.recipe, "seeds": summary.seeds, "loss_spread": summary.loss_spread,
-        "gap_to_allreduce": summary.gap, **mean, "compression_vs_fp32": 2 * summary.mean.compression_vs_fp16,
+        "gap_to_allreduce": summary.gap, "gap_spread": summary.gap_spread, **mean,
+        "compression_vs_fp32": 2 * summary.mean.compression_vs_fp16,
     }  # fmt: skip
 
 
 def write_comparison(summaries: Sequence[Summary], out: Path) -> list[str]:
-    """comparison.csv, .json and .png in `out`; their names. Raises StateError if they cannot be written."""
-    from p2p_dilocox.comparison_plot import plot_comparison
+    """comparison.csv, .json and .png, and front.png in `out`; their names.
+
+    Raises StateError if they cannot be written.
+    """
+    from p2p_dilocox.comparison_plot import plot_comparison, plot_front
 
     records = [summary_record(summary) for summary in summaries]
     try:
@@ -163,7 +168,8 @@ def write_comparison(summaries: Sequence[Summary], out: Path) -> list[str]:
     except OSError as error:
         raise StateError(f"cannot write the comparison to {out}: {error.strerror}") from error
     plot_comparison(summaries, out / "comparison.png")
-    return ["comparison.csv", "comparison.json", "comparison.png"]
+    plot_front(summaries, out / "front.png")
+    return ["comparison.csv", "comparison.json", "comparison.png", "front.png"]
 
 
 def default_processes() -> int:

@@ -3,6 +3,7 @@
 from p2p_dilocox.simulation.links import Link
 from p2p_dilocox.simulation.places import Absence, Place, Point
 from p2p_dilocox.simulation.start import warm_start
+from p2p_dilocox.simulation.together import Together, never_differ
 from p2p_dilocox.simulation.world import Simulation
 
-__all__ = ["Absence", "Link", "Place", "Point", "Simulation", "warm_start"]
+__all__ = ["Absence", "Link", "Place", "Point", "Simulation", "Together", "never_differ", "warm_start"]

@@ -30,7 +30,8 @@ class Place:
 @dataclass(frozen=True)
 class Point:
     """A validation: of the anchor after outer step t, at `seconds` of simulated time, when all clusters
-    together had trained `tokens` and each had sent `sent_bytes` (mean).
+    together had trained `tokens` and each had sent `sent_bytes` (mean). mean_val_loss: of the mean of the
+    last anchors, if the run has one.
     """
 
     t: int
@@ -38,3 +39,4 @@ class Point:
     tokens: int
     sent_bytes: float
     val_loss: float
+    mean_val_loss: float | None = None

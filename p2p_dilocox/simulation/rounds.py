@@ -43,9 +43,15 @@ class Averaged:
     received: list[int]
 
 
-def average(t: int, members: Sequence[Member], codec: Executor, *, weight_cap: float) -> Averaged:
-    """Average all stages. members: in the order of their ids. codec: one thread, as in `codec_thread`."""
-    return asyncio.run(_average(t, members, codec, weight_cap))
+def average(
+    t: int, members: Sequence[Member], loop: asyncio.AbstractEventLoop, codec: Executor, *, weight_cap: float
+) -> Averaged:
+    """Average all stages. members: in the order of their ids. codec: one thread, as in `codec_thread`.
+
+    loop: idle. asyncio.run makes one for each round, and while it installs its handler of Ctrl-C it prints
+    every tensor here into the text of an error that nobody sees: more time than all the arithmetic.
+    """
+    return loop.run_until_complete(_average(t, members, codec, weight_cap))
 
 
 async def _average(t: int, members: Sequence[Member], codec: Executor, weight_cap: float) -> Averaged:

@@ -33,8 +33,6 @@ def whole_model(spec: RunSpec) -> tuple[Pipeline, Span, int]:
 def warm_start(spec: RunSpec, corpus: Corpus, steps: int) -> dict[str, Tensor]:
     """The parameters after `steps` inner steps of one cluster. Without AdamW's moments: some methods keep
     them per cluster and some for all.
-
-    The learning rate is that of a run of so many steps with the spec's warm-up, constant afterwards.
     """
     pipeline, _, _ = whole_model(spec)
     inner = InnerOptimizer(pipeline.all_parameters, spec.inner, steps)

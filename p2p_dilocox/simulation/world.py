@@ -5,6 +5,7 @@ its cluster's `step_s`; a round takes what its bytes need on the members' links,
 Nothing else takes time, so a result follows from run spec and places alone, not from this machine's speed.
 """
 
+import asyncio
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -219,6 +220,7 @@ class Simulation:
         self.rounds: dict[int, _Round] = {}
         self._timeouts = Timeouts(spec.deadlines.round_s)
         self._committed: list[tuple[OuterStep, float]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._codec: ThreadPoolExecutor | None = None
         self.clusters = [
             _Cluster(self, place, corpus, evaluates=index == 0) for index, place in enumerate(places)
@@ -228,7 +230,7 @@ class Simulation:
         """To the last outer step. What a cluster raises is raised here."""
         for cluster in self.clusters:
             cluster.thread.start()
-        self._codec = codec_thread()
+        self._loop, self._codec = asyncio.new_event_loop(), codec_thread()
         try:
             while busy := [c for c in self.clusters if not c.done]:
                 self._close_rounds()
@@ -243,6 +245,7 @@ class Simulation:
                     raise cluster.error
         finally:
             self._codec.shutdown()
+            self._loop.close()
             for cluster in self.clusters:
                 cluster.rank.history.close()
 
@@ -283,7 +286,8 @@ class Simulation:
         self.on_step(self._inner_steps)
 
     def note(self, cluster: _Cluster, event: Evaluated) -> None:
-        self.points.append(Point(event.t, cluster.now_s, self.tokens, self.sent_bytes, event.val_loss))
+        losses = event.val_loss, event.mean_val_loss
+        self.points.append(Point(event.t, cluster.now_s, self.tokens, self.sent_bytes, *losses))
 
     def enter(self, cluster: _Cluster, t: int, offer: Offer) -> _Round:
         round_ = self.rounds.setdefault(t, _Round(t))
@@ -339,8 +343,9 @@ class Simulation:
             Member(c.place.cluster_id, c.rank.outer, c.layouts, round_.offers[c], c.place.link.uplink_mbps)
             for c in present
         ]
-        assert self._codec is not None
-        done = average(round_.t, members, self._codec, weight_cap=float(tokens_per_outer_step(self.spec)))
+        assert self._loop is not None and self._codec is not None
+        cap = float(tokens_per_outer_step(self.spec))
+        done = average(round_.t, members, self._loop, self._codec, weight_cap=cap)
         seconds = round_s([c.place.link for c in present], done.sent, done.received)
         round_.over_s = latest_s + seconds
         for cluster, step, sent, received in zip(present, done.steps, done.sent, done.received, strict=True):

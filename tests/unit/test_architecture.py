@@ -95,6 +95,7 @@ ARROWS = {
         "pipeline",
         "swarm",
         "trainer",
+        "traffic",
     },
     # It reads a whole Rank; the trainer knows it only as a function to call.
     "checkpoint": {"averaging", "outer", "pipeline", "swarm", "tensor_file", "trainer"},

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from p2p_dilocox.comparison import Cell, Result, Setup, prepare, read_cell, run_cell, summarise
+from p2p_dilocox.comparison import Cell, Method, Result, Setup, prepare, read_cell, run_cell, summarise
+from p2p_dilocox.comparison_plot import front
 from p2p_dilocox.errors import SpecError, StateError
 from p2p_dilocox.recipe import recipes
-from p2p_dilocox.runspec import parse_run_as
+from p2p_dilocox.runspec import parse_run_as, total_inner_steps
 from p2p_dilocox.settings import adapted_inner_steps
 from p2p_dilocox.simulation import Point
 from p2p_dilocox.traffic import fp16_bytes, model_tensors
@@ -46,7 +47,8 @@ SETUP = Setup(text=TEXT, clusters=3, inner_steps=8)
 
 def result(recipe: str, seed: int, loss: float) -> Result:
     return Result(
-        recipe=recipe, seed=seed, val_loss=loss, start_loss=9.0, tokens=100, outer_steps=2, H=4,
+        recipe=recipe, settings=recipe, seed=seed, val_loss=loss, averaged_loss=None, start_loss=9.0,
+        tokens=100, outer_steps=2, H=4,
         wire_bytes_per_outer_step=50.0, compression_vs_fp16=8.0, from_local_steps=4.0, from_coding=2.0,
         utilisation=0.5, tokens_per_s=10.0, seconds=10.0,
         points=[Point(0, 0.0, 0, 0.0, 9.0), Point(2, 10.0, 100, 100.0, loss)],
@@ -78,19 +80,49 @@ def test_what_a_recipe_cannot_be_is_said_before_anything_runs() -> None:
         replace(SETUP, inner_steps=1, text=TEXT.replace("H = 4", "H = 1")).spec("fedavg", 0)
 
 
-def test_a_summary_is_ordered_by_loss_and_counts_the_gap_from_allreduce() -> None:
-    found = summarise(
-        [result("far", 0, 4.4), result("far", 1, 4.0), result("allreduce", 0, 4.0), result("near", 0, 3.0)]
+def test_a_method_is_a_recipe_with_other_settings() -> None:
+    overrides = {"inner": {"H": 3}, "compression": {"bits": 2}, "adapt": {"startup_steps": 2}}
+    methods = {"mine": Method(recipe="dilocox-dense", overrides=overrides)}
+    setup = replace(SETUP, methods=methods, inner_steps=15)
+    spec = setup.spec("mine", 0)
+    assert (spec.inner.H, spec.compression.bits, spec.compression.feedback) == (3, 2, "local")
+    assert total_inner_steps(spec) == 2 * 1 + 4 * 3  # the 15 of others, less what makes no whole outer step
+    assert str(methods["mine"]) == (
+        "dilocox-dense: inner.H = 3, compression.bits = 2, adapt.startup_steps = 2"
     )
-    assert [s.recipe for s in found] == ["near", "allreduce", "far"]
-    assert [s.gap for s in found] == pytest.approx([-0.25, 0.0, 0.05])
-    assert [(s.seeds, s.loss_spread) for s in found] == [(1, 0.0), (1, 0.0), (2, pytest.approx(0.4))]
-    assert found[2].mean.points[-1].val_loss == pytest.approx(4.2)
+    assert setup.spec("dilocox-dense", 0).inner.H == 4
+    with pytest.raises(SpecError, match=r"inner.h = 3|unknown key h"):
+        replace(SETUP, methods={"x": Method(recipe="fedavg", overrides={"inner": {"h": 3}})}).spec("x", 0)
+
+
+def test_a_summary_is_ordered_by_loss_and_counts_the_gap_from_allreduce_of_the_same_seed() -> None:
+    runs = [("far", 0, 4.4), ("far", 1, 4.0), ("allreduce", 0, 4.0), ("near", 0, 3.0), ("allreduce", 1, 5.0)]
+    found = summarise([result(*run) for run in runs])
+    assert [s.recipe for s in found] == ["near", "far", "allreduce"]
+    assert [s.gap for s in found] == pytest.approx([-0.25, (0.1 - 0.2) / 2, 0.0])
+    assert [s.gap_spread for s in found] == pytest.approx([0.0, 0.3, 0.0])
+    assert [(s.seeds, s.loss_spread) for s in found] == [(1, 0.0), (2, pytest.approx(0.4)), (2, 1.0)]
+    assert found[1].mean.points[-1].val_loss == pytest.approx(4.2)
     assert summarise([result("far", 0, 4.4)])[0].gap is None
 
 
+def test_the_front_has_what_nothing_beats_with_as_few_bytes() -> None:
+    def sends(recipe: str, sent: float, loss: float) -> Result:
+        return replace(result(recipe, 0, loss), points=[Point(2, 10.0, 100, sent, loss)])
+
+    runs = [
+        ("dear", 9.0, 3.0),
+        ("cheap", 1.0, 4.0),
+        ("worse", 5.0, 4.5),
+        ("between", 4.0, 3.5),
+        ("tie", 4.0, 3.6),
+    ]
+    found = front(summarise([sends(*run) for run in runs]))
+    assert [s.recipe for s in found] == ["cheap", "between", "dear"]
+
+
 def test_a_cell_counts_bytes_against_fp16_at_every_step_and_its_result_is_kept(tmp_path: Path) -> None:
-    prepare(SETUP, [0], "opendiloco", tmp_path)
+    prepare(SETUP, tmp_path)
     seen: list[tuple[int, int]] = []
     found = run_cell(SETUP, Cell("opendiloco", 0), tmp_path, lambda done, of: seen.append((done, of)))
     assert seen == [(n, 24) for n in range(1, 25)]
@@ -112,7 +144,26 @@ def test_a_cell_counts_bytes_against_fp16_at_every_step_and_its_result_is_kept(t
 
 def test_all_start_from_the_same_warm_model(tmp_path: Path) -> None:
     warm = replace(SETUP, warm_steps=20)
-    prepare(warm, [0], "fedavg", tmp_path)
+    prepare(warm, tmp_path)
     starts = [run_cell(warm, Cell(name, 0), tmp_path).start_loss for name in ("fedavg", "dilocox")]
     cold = run_cell(SETUP, Cell("fedavg", 0), tmp_path).start_loss
     assert starts[0] == starts[1] < cold - 0.1
+
+
+def test_studies_share_cells_whose_settings_are_the_same(tmp_path: Path) -> None:
+    prepare(SETUP, tmp_path)
+    found = run_cell(SETUP, Cell("fedavg", 0), tmp_path)
+    named = replace(SETUP, methods={"mean": Method(recipe="fedavg"), "other": Method(recipe="diloco")})
+    again = read_cell(named, Cell("mean", 0), tmp_path)
+    assert again is not None
+    assert again == replace(found, recipe="mean")
+    assert read_cell(named, Cell("other", 0), tmp_path) is None
+
+
+def test_the_mean_of_the_last_anchors_is_in_the_result(tmp_path: Path) -> None:
+    setup = replace(SETUP, methods={"a": Method(recipe="fedavg", overrides={"eval": {"average": 2}})})
+    prepare(setup, tmp_path)
+    found = run_cell(setup, Cell("a", 0), tmp_path)
+    assert found.averaged_loss is not None
+    assert found.averaged_loss != found.val_loss
+    assert run_cell(setup, Cell("fedavg", 0), tmp_path).averaged_loss is None
