@@ -24,11 +24,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.links import Links, why_not
 from benchmarks.volunteer import Fault, Volunteer, send
 from p2p_dilocox.coverage import read_coverage
 from p2p_dilocox.fault_points import POINTS
 from p2p_dilocox.invariants import check_history
+from p2p_dilocox.shaped_links import Links, why_not
 from p2p_dilocox.swarm.process import die_with_parent, remove_sockets_of
 
 __all__ = ["Fault", "chaos", "draw"]

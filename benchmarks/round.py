@@ -6,7 +6,7 @@ Every cluster has four matrices [side, side] and a vector, as dense int4 or fp16
 call, averaging, votes. "empty" is one with almost nothing to average: what agreeing costs. hivemind is
 DecentralizedAverager.step with an exact target group size. Seconds are medians over rounds of the slowest
 cluster; ideal_s is what the link needs for the coded size times 2 (D - 1) / D. All share this machine's
-cores: compare columns, not machines. Links are those of benchmarks/links.py; without them, loopback only.
+cores: compare columns, not machines. Links are those of p2p_dilocox/shaped_links.py; else loopback only.
 
 Options: --json prints one object, --save writes it to benchmarks/results/round.json.
 """
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.links import Links, bits_per_s, why_not
+from p2p_dilocox.shaped_links import Links, bits_per_s, why_not
 from tests.faults.crew import Crew, members_of, spec_text
 from tests.faults.nursery import ROOT
 

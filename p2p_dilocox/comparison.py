@@ -18,9 +18,13 @@ from p2p_dilocox.errors import StateError
 from p2p_dilocox.runspec import RunSpec, parse_run_as, total_inner_steps
 from p2p_dilocox.simulation import Link, Place, Point, Simulation, Together, never_differ, warm_start
 from p2p_dilocox.state_dir import write_atomic
+from p2p_dilocox.toml_text import toml_text
 from p2p_dilocox.traffic import fp16_bytes, model_tensors
 
-__all__ = ["Cell", "Method", "Result", "Setup", "Summary", "prepare", "read_cell", "run_cell", "summarise"]
+__all__ = [
+    "Cell", "Method", "Result", "Setup", "Summary", "cell_file", "keep_result", "prepare", "read_cell",
+    "result_of", "run_cell", "summarise",
+]  # fmt: skip
 
 _VALIDATIONS = 12
 _FORMAT = 2  # of a cell's file, and of what a simulation gives
@@ -69,6 +73,11 @@ class Setup:
         )
         every = max(1, spec.run.outer_steps // _VALIDATIONS)
         return replace(spec, eval=replace(spec.eval, every=every))
+
+    def run_text(self, name: str, seed: int) -> str:
+        """The same as a run.toml for real clusters. Raises SpecError."""
+        spec = self.spec(name, seed)
+        return toml_text(asdict(replace(spec, run=replace(spec.run, min_clusters=self.clusters))))
 
     def link(self, num_parameters: int) -> Link:
         """An inner step takes 1 s."""
@@ -138,17 +147,25 @@ def prepare(setup: Setup, out: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
 
 
-def read_cell(setup: Setup, cell: Cell, out: Path) -> Result | None:
-    """What an earlier call left in `out`, None if there is nothing. Raises StateError for a damaged file."""
-    file = _file(setup, cell, out)
+def read_cell(setup: Setup, cell: Cell, out: Path, link: str = "") -> Result | None:
+    """What an earlier call left in `out`, None if there is nothing. link: the rate of real links, "" for
+    simulated ones. Raises StateError for a damaged file."""
+    file = cell_file(setup, cell, out, link)
     return replace(_read(file), recipe=cell.recipe) if file.exists() else None
+
+
+def keep_result(setup: Setup, cell: Cell, out: Path, result: Result, link: str = "") -> None:
+    """For `read_cell`."""
+    file = cell_file(setup, cell, out, link)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(asdict(result), indent=1) + "\n")
 
 
 def run_cell(
     setup: Setup, cell: Cell, out: Path, progress: Callable[[int, int], None] = lambda _done, _of: None
 ) -> Result:
     """Simulate it and keep its result in `out`. progress: inner steps done, of all clusters, and in all."""
-    spec, file = setup.spec(cell.recipe, cell.seed), _file(setup, cell, out)
+    spec = setup.spec(cell.recipe, cell.seed)
     start = load_file(_start_file(setup, out)) if setup.warm_steps else None
     num_parameters = model_tensors(spec).num_parameters
     link = setup.link(num_parameters)
@@ -158,27 +175,29 @@ def run_cell(
     total = setup.clusters * total_inner_steps(spec)
     simulation.on_step = lambda done: progress(done, total)
     simulation.run()
-    settings = str(setup.method(cell.recipe))
-    result = _result(cell, settings, spec, simulation, fp16_bytes(num_parameters, setup.clusters))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps(asdict(result), indent=1) + "\n")
+    result = result_of(
+        setup, cell, simulation.points, tokens=simulation.tokens, sent_bytes=simulation.sent_bytes,
+        utilisation=simulation.utilisation, seconds=simulation.seconds,
+    )  # fmt: skip
+    keep_result(setup, cell, out, result)
     return result
 
 
-def _result(
-    cell: Cell, settings: str, spec: RunSpec, simulation: Simulation | Together, fp16: float
-) -> Result:
-    sent = simulation.sent_bytes / spec.run.outer_steps
-    steps = total_inner_steps(spec) / spec.run.outer_steps
+def result_of(
+    setup: Setup, cell: Cell, points: Sequence[Point], *, tokens: int, sent_bytes: float, utilisation: float,
+    seconds: float,
+) -> Result:  # fmt: skip
+    """tokens: of all clusters. sent_bytes: that one has sent in all."""
+    spec = setup.spec(cell.recipe, cell.seed)
+    fp16 = fp16_bytes(model_tensors(spec).num_parameters, setup.clusters)
+    sent, steps = sent_bytes / spec.run.outer_steps, total_inner_steps(spec) / spec.run.outer_steps
     return Result(
-        recipe=cell.recipe, settings=settings, seed=cell.seed, val_loss=simulation.points[-1].val_loss,
-        averaged_loss=simulation.points[-1].mean_val_loss, start_loss=simulation.points[0].val_loss,
-        tokens=simulation.tokens, outer_steps=spec.run.outer_steps, H=spec.inner.H,
-        wire_bytes_per_outer_step=sent,
+        recipe=cell.recipe, settings=str(setup.method(cell.recipe)), seed=cell.seed,
+        val_loss=points[-1].val_loss, averaged_loss=points[-1].mean_val_loss, start_loss=points[0].val_loss,
+        tokens=tokens, outer_steps=spec.run.outer_steps, H=spec.inner.H, wire_bytes_per_outer_step=sent,
         compression_vs_fp16=fp16 * steps / sent if sent else 0.0, from_local_steps=steps,
-        from_coding=fp16 / sent if sent else 0.0, utilisation=simulation.utilisation,
-        tokens_per_s=simulation.tokens / simulation.seconds, seconds=simulation.seconds,
-        points=simulation.points,
+        from_coding=fp16 / sent if sent else 0.0, utilisation=utilisation, tokens_per_s=tokens / seconds,
+        seconds=seconds, points=list(points),
     )  # fmt: skip
 
 
@@ -237,11 +256,11 @@ def _start_file(setup: Setup, out: Path) -> Path:
     return out / f"start-{_digest(_start_spec(setup), setup.warm_steps)}.safetensors"
 
 
-def _file(setup: Setup, cell: Cell, out: Path) -> Path:
+def cell_file(setup: Setup, cell: Cell, out: Path, link: str) -> Path:
     """Its name has a digest of all that the result depends on: studies may share `out` and its cells."""
     spec = setup.spec(cell.recipe, cell.seed)
     start = _digest(_start_spec(setup), setup.warm_steps) if setup.warm_steps else ""
-    digest = _digest(spec, setup.clusters, setup.allreduce_steps, start)
+    digest = _digest(spec, setup.clusters, link or setup.allreduce_steps, start)
     return out / "cells" / f"{spec.run.recipe}-{cell.seed}-{digest}.json"
 
 

@@ -327,6 +327,10 @@ def demo(out: Path, run: str, clusters: int) -> None:
     help="Link speed: an fp16 AllReduce takes so many inner steps. Default: as the run has it, or 31.",
 )  # fmt: skip
 @click.option(
+    "--link", metavar="100mbit", default="",
+    help="Real clusters on links of this rate, not simulated ones; needs root and iproute2.",
+)  # fmt: skip
+@click.option(
     "--quick", is_flag=True, help="64 inner steps of 2 clusters: whether every recipe works at all."
 )
 @click.option("--processes", type=click.IntRange(min=1), help="At a time. Default: one per core.")
@@ -340,13 +344,14 @@ def compare(
     steps: int | None,
     warm: int | None,
     allreduce_steps: float | None,
+    link: str,
     quick: bool,
     processes: int | None,
     out: Path,
     as_json: bool,
 ) -> None:
-    """Train one model by several recipes on simulated links, and set them side by side. Default: all that the
-    run has in [methods], or all recipes.
+    """Train one model by several recipes and set them side by side. Default: all that the run has in
+    [methods], or all recipes; on simulated links.
 
     What OUT has from an earlier call is not run again.
     """
@@ -368,11 +373,15 @@ def compare(
         inner_steps=steps or study.steps, warm_steps=study.warm if warm is None else warm,
         allreduce_steps=allreduce_steps or study.allreduce_steps,
     )  # fmt: skip
+    if link:
+        from .linked import check_link
+
+        check_link(link, setup)
     names = recipe_names or list(study.methods) or list(recipes())
     cells = [
         Cell(name, seed) for name in names for seed in range(seeds or study.of_method.get(name, study.seeds))
     ]
-    summaries = run_all(setup, cells, out, processes or default_processes())
+    summaries = run_all(setup, cells, out, processes or default_processes(), link)
     files = write_comparison(summaries, out)
     if as_json:
         for summary in summaries:

@@ -30,9 +30,10 @@ _GLANCE_S = 0.25
 _queue: "Queue[tuple[Cell, int, int]] | None" = None  # of a worker: to the program that started it
 
 
-def compare(setup: Setup, cells: Sequence[Cell], out: Path, processes: int) -> list[Summary]:
+def compare(setup: Setup, cells: Sequence[Cell], out: Path, processes: int, link: str = "") -> list[Summary]:
     """All cells, those from an earlier call with the same settings read from `out`. Shows bars on a terminal.
 
+    link: rate of real links between real clusters, one cell at a time; "": simulated, `processes` at a time.
     Raises SpecError for a recipe that does not exist or a setting that it refuses, before anything runs.
     """
     specs = {cell: setup.spec(cell.recipe, cell.seed) for cell in cells}
@@ -45,10 +46,13 @@ def compare(setup: Setup, cells: Sequence[Cell], out: Path, processes: int) -> l
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
         TimeRemainingColumn(), console=screen, disable=not screen.is_terminal, transient=True,
     ) as bars:  # fmt: skip
-        known = {cell: read_cell(setup, cell, out) for cell in cells}
+        known = {cell: read_cell(setup, cell, out, link) for cell in cells}
         missing = [cell for cell, result in known.items() if result is None]
         if missing:
             whole = bars.add_task("all", total=len(cells), completed=len(cells) - len(missing))
+        if missing and link:
+            known |= {cell: _run_linked(setup, cell, out, link, bars, whole) for cell in missing}
+        elif missing:
             start = bars.add_task("tokens and warm start", total=None)
             prepare(setup, out)
             bars.remove_task(start)
@@ -80,6 +84,20 @@ def _run(
                 process.kill()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _run_linked(setup: Setup, cell: Cell, out: Path, link: str, bars: Progress, whole: TaskID) -> Result:
+    from .linked import run_linked_cell
+
+    task = bars.add_task(f"{cell.recipe}, seed {cell.seed}", total=None)
+
+    def progress(done: int, of: int) -> None:
+        bars.update(task, completed=done, total=of)
+
+    result = run_linked_cell(setup, cell, out, link, progress)
+    bars.remove_task(task)
+    bars.advance(whole)
+    return result
 
 
 def _show(queue: "Queue[tuple[Cell, int, int]]", bars: Progress, tasks: dict[Cell, TaskID]) -> None:

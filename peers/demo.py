@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -25,10 +26,9 @@ from .display import Display, LiveDisplay, PlainDisplay
 from .progress import Progress
 from .view import DemoView, console
 
-__all__ = ["run_demo"]
+__all__ = ["Cluster", "Host", "cluster_name", "run_demo", "train_clusters"]
 
 _MARKER = ".made-by-dilocox-demo"
-_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 _LINK_S = 90.0
 _SILENCE_S = 180.0  # a cluster that reports nothing for so long has failed
 _END_S = 12.0  # a program that was told to end gets this long; each promises 10 s
@@ -42,14 +42,23 @@ class _Interrupted(Exception):  # noqa: N818 (no error: how a signal ends the de
         self.number = number
 
 
+@dataclass(frozen=True)
+class Host:
+    """Where a program runs. prefix: what is put before its command."""
+
+    address: str
+    prefix: Sequence[str] = ()
+
+
 class _Program:
     """A child process in a process group of its own, with its output in a file."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, host: Host, arguments: Sequence[str], log: Path) -> None:
         self.name, self.log = name, log
+        listen = ["--listen", f"/ip4/{host.address}/tcp/0"]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", *arguments],
+                [*host.prefix, sys.executable, "-P", "-m", *arguments, *listen],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 process_group=0, preexec_fn=die_with_parent,
             )  # fmt: skip
@@ -79,7 +88,7 @@ class _Program:
             self.process.wait()
 
 
-class _Cluster:
+class Cluster:
     """A `dilocox-peer join` and what its events tell."""
 
     def __init__(self, name: str, state: Path, spec: RunSpec, num_ranks: int, program: _Program) -> None:
@@ -109,6 +118,11 @@ class _Cluster:
             raise ClusterError(f"{self.progress.name} reports nothing for {_SILENCE_S:.0f} s. See {logs}.")
 
 
+def cluster_name(number: int) -> str:
+    """Of the number-th cluster, from 0: it is called so, and so is its state directory."""
+    return f"cluster-{chr(ord('a') + number)}"
+
+
 def run_demo(out: Path, *, run: str, num_clusters: int) -> int:
     """Train `run` with clusters of up to two processes each, and report in `out`. Returns the exit code.
 
@@ -123,10 +137,19 @@ def run_demo(out: Path, *, run: str, num_clusters: int) -> int:
             f"--clusters {num_clusters}: this run waits for {spec.run.min_clusters} (run.min_clusters). "
             f"Give --clusters {spec.run.min_clusters} or more."
         )
+    num_ranks = min(2, spec.model.stages)
+    hosts = [Host("127.0.0.1")] * (num_clusters + 1)
+    clusters: Sequence[Cluster] = []
     with _demo_dir(out) as out:
+        click.echo("starting a bootstrap node")
         try:
-            with _signals() as signals:
-                clusters = _train(out, run, spec, num_clusters, signals)
+            with _signals() as signals, contextlib.ExitStack() as stack:
+                displays = None
+                for clusters in stack.enter_context(
+                    contextlib.closing(train_clusters(out, run, spec, hosts, num_ranks, signals))
+                ):
+                    displays = displays or stack.enter_context(contextlib.closing(_Displays(clusters)))
+                    displays.follow()
         except _Interrupted as interrupted:
             return 128 + interrupted.number
         click.echo("exporting and checking the model")
@@ -144,49 +167,42 @@ def run_demo(out: Path, *, run: str, num_clusters: int) -> int:
     return 0
 
 
-def _train(out: Path, run: str, spec: RunSpec, num_clusters: int, signals: list[int]) -> list[_Cluster]:
-    """All programs from start to end. Raises _Interrupted or ClusterError; either way none of them stays."""
+def train_clusters(
+    out: Path, run: str, spec: RunSpec, hosts: Sequence[Host], num_ranks: int, signals: list[int]
+) -> Generator[Sequence[Cluster], None, None]:
+    """A bootstrap node on the first host and a cluster of num_ranks processes on each other one, from start
+    to end: hands out the clusters every 0.1 s. run: a file, or a shipped name. What they write is in `out`.
+
+    Raises _Interrupted once there is a signal in `signals`, and ClusterError. However it ends, no program
+    stays.
+    """
     programs: list[_Program] = []
     try:
-        arguments = [
-            "serve",
-            "--run",
-            run,
-            "--state-dir",
-            str(out / "bootstrap"),
-            "--listen",
-            "/ip4/127.0.0.1/tcp/0",
-            "--archive",
-            "0",
-        ]
+        arguments = ["serve", "--run", run, "--state-dir", str(out / "bootstrap"), "--archive", "0"]
         bootstrap = _Program(
-            "the bootstrap node", ["p2p_dilocox.bootstrap", *arguments], out / "bootstrap.log"
+            "the bootstrap node", hosts[0], ["p2p_dilocox.bootstrap", *arguments], out / "bootstrap.log"
         )
         programs.append(bootstrap)
-        click.echo("starting a bootstrap node")
         link = _wait_for_link(bootstrap, out / "bootstrap" / "join-link", signals)
-        num_ranks = min(2, spec.model.stages)
-        threads = max(1, len(os.sched_getaffinity(0)) // (num_ranks * num_clusters))
+        threads = max(1, len(os.sched_getaffinity(0)) // (num_ranks * (len(hosts) - 1)))
         clusters = []
-        for number in range(num_clusters):
-            name = f"cluster-{chr(ord('a') + number)}"
+        for number, host in enumerate(hosts[1:]):
+            name = cluster_name(number)
             program = _Program(
-                name,
+                name, host,
                 ["p2p_dilocox.peers", "join", link, "--state-dir", str(out / name), "--name", name,
-                 "--devices", f"cpu:{num_ranks}", "--threads", str(threads), "--listen", _LOOPBACK],
+                 "--devices", f"cpu:{num_ranks}", "--threads", str(threads)],
                 out / f"{name}.log",
             )  # fmt: skip
             programs.append(program)
-            clusters.append(_Cluster(name, out / name, spec, num_ranks, program))
-        with contextlib.closing(_Displays(clusters)) as displays:
-            running = True
-            while running:
-                _raise_if_interrupted(signals)
-                bootstrap.check()
-                running = sum(cluster.program.check() for cluster in clusters) > 0
-                displays.follow()
-                time.sleep(_TICK_S)
-        return clusters
+            clusters.append(Cluster(name, out / name, spec, num_ranks, program))
+        running = True
+        while running:
+            _raise_if_interrupted(signals)
+            bootstrap.check()
+            running = sum(cluster.program.check() for cluster in clusters) > 0
+            yield clusters
+            time.sleep(_TICK_S)
     finally:
         _end(programs, signals)
 
@@ -194,7 +210,7 @@ def _train(out: Path, run: str, spec: RunSpec, num_clusters: int, signals: list[
 class _Displays:
     """One live view of all clusters on a terminal, else lines that start with the cluster's name."""
 
-    def __init__(self, clusters: Sequence[_Cluster]) -> None:
+    def __init__(self, clusters: Sequence[Cluster]) -> None:
         self._clusters = clusters
         screen = console()
         self._display: Display | None = None

@@ -1,10 +1,10 @@
-"""Links that are cut or slow: hosts in network namespaces, see benchmarks/links.py."""
+"""Links that are cut or slow: hosts in network namespaces, see p2p_dilocox/shaped_links.py."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.links import Links, why_not
+from p2p_dilocox.shaped_links import Links, why_not
 
 from .conftest import StartCrew
 from .crew import FLOATS, Crew, members_of, spec_text

@@ -9,7 +9,7 @@ from p2p_dilocox.comparison import Cell, Method, Result, Setup, prepare, read_ce
 from p2p_dilocox.comparison_plot import front
 from p2p_dilocox.errors import SpecError, StateError
 from p2p_dilocox.recipe import recipes
-from p2p_dilocox.runspec import parse_run_as, total_inner_steps
+from p2p_dilocox.runspec import parse_run, parse_run_as, total_inner_steps
 from p2p_dilocox.settings import adapted_inner_steps
 from p2p_dilocox.simulation import Point
 from p2p_dilocox.traffic import fp16_bytes, model_tensors
@@ -167,3 +167,9 @@ def test_the_mean_of_the_last_anchors_is_in_the_result(tmp_path: Path) -> None:
     assert found.averaged_loss is not None
     assert found.averaged_loss != found.val_loss
     assert run_cell(setup, Cell("fedavg", 0), tmp_path).averaged_loss is None
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_real_clusters_get_the_same_run_as_text(name: str) -> None:
+    spec = SETUP.spec(name, 1)
+    assert parse_run(SETUP.run_text(name, 1)) == replace(spec, run=replace(spec.run, min_clusters=3))
