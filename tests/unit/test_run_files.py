@@ -70,10 +70,10 @@ def test_a_model_directory_is_checked_like_an_inline_config(tmp_path: Path) -> N
         json.dumps(config | {"vocab_size": 2048, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
     )
     start, rest = GOOD.split("[model]")
-    text = f"{start}[model]\nstages = 4\npath = {json.dumps(str(tmp_path))}\n[data]{rest.split('[data]')[1]}"
-    text = text.replace("microbatches = 2", "microbatches = 4")
+    text = f"{start}[model]\nstages = 6\npath = {json.dumps(str(tmp_path))}\n[data]{rest.split('[data]')[1]}"
+    text = text.replace("microbatches = 2", "microbatches = 6").replace("batch_size = 4", "batch_size = 6")
     assert [line.split(": ", 1)[1] for line in error_of(text).splitlines()] == [
-        "stages = 4, must be at most 3, the layers of the model",
+        "stages = 6, must be at most 5: 3 layers, the embedding and the head",
         "seq_len = 32, must be at most 16, the maximum positions of the model",
     ]
 
