@@ -24,6 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tiny_llama import TINY_LLAMA
 from benchmarks.volunteer import Fault, Volunteer, send
 from p2p_dilocox.coverage import read_coverage
 from p2p_dilocox.fault_points import POINTS
@@ -35,21 +36,17 @@ __all__ = ["Fault", "chaos", "draw"]
 
 CLUSTERS = 3
 READY_S = 240.0  # until all train together, at the start and at the end
-RUN = """
+RUN = (
+    """
 [run]
 id = "chaos"
 outer_steps = 100000
 min_clusters = 3
 quorum = 2
 [model]
-[model.config]
-model_type = "llama"
-vocab_size = 2048
-hidden_size = 64
-intermediate_size = 128
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 2
+"""
+    + TINY_LLAMA
+    + """\
 max_position_embeddings = 64
 tie_word_embeddings = true
 [data]
@@ -71,6 +68,7 @@ every = 4
 every = 2
 batches = 4
 """
+)
 Row = dict[str, Any]
 
 

@@ -16,22 +16,19 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.tiny_llama import TINY_LLAMA
 from p2p_dilocox.invariants import check_history, read_history
 
-RUN = """
+RUN = (
+    """
 [run]
 id = "restarts"
 outer_steps = 1000000
 [model]
 stages = 2
-[model.config]
-model_type = "llama"
-vocab_size = 2048
-hidden_size = 64
-intermediate_size = 128
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 2
+"""
+    + TINY_LLAMA
+    + """\
 max_position_embeddings = 64
 tie_word_embeddings = true
 [data]
@@ -51,6 +48,7 @@ round_s = 20.0
 every = 1000
 batches = 1
 """
+)
 BIN = Path(sys.executable).parent
 
 

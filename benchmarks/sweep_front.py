@@ -10,7 +10,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-__all__ = ["DEFAULT", "front", "points"]
+from p2p_dilocox.pareto import pareto
+
+__all__ = ["DEFAULT", "points"]
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = "r48 int4, 8 for an eighth"  # `dilocox` at this width
@@ -26,15 +28,6 @@ def points(rows: list[dict[str, Any]], model: str) -> dict[str, tuple[float, flo
     }
 
 
-def front(of: dict[str, tuple[float, float]]) -> list[str]:
-    """The settings that no other one beats with as few bytes, the fewest bytes first."""
-    best: list[str] = []
-    for name, (_, loss) in sorted(of.items(), key=lambda item: item[1]):
-        if not best or loss < of[best[-1]][1]:
-            best.append(name)
-    return best
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "sweep.json")
@@ -45,7 +38,7 @@ def main() -> None:
     figure = Figure(figsize=(13, 5), dpi=80, layout="constrained")
     for panel, model in zip(figure.subplots(1, len(models)), models, strict=True):
         of = points(rows, model)
-        best = front(of)
+        best = pareto(of)
         panel.plot(*zip(*(of[name] for name in best), strict=True), color="C1", drawstyle="steps-post")
         for name, (x, y) in of.items():
             panel.plot(

@@ -8,6 +8,7 @@ from matplotlib.ticker import EngFormatter
 
 from p2p_dilocox.comparison import Summary
 from p2p_dilocox.errors import StateError
+from p2p_dilocox.pareto import pareto
 from p2p_dilocox.simulation import Point
 
 __all__ = ["front", "plot_comparison", "plot_front"]
@@ -41,11 +42,9 @@ def plot_comparison(summaries: Sequence[Summary], out: Path) -> None:
 
 def front(summaries: Sequence[Summary]) -> list[Summary]:
     """Those that no other one beats with as few bytes (Pareto), the fewest bytes first."""
-    best: list[Summary] = []
-    for summary in sorted(summaries, key=lambda s: (s.mean.points[-1].sent_bytes, s.mean.val_loss)):
-        if not best or summary.mean.val_loss < best[-1].mean.val_loss:
-            best.append(summary)
-    return best
+    by_name = {summary.recipe: summary for summary in summaries}
+    points = {name: (s.mean.points[-1].sent_bytes, s.mean.val_loss) for name, s in by_name.items()}
+    return [by_name[name] for name in pareto(points)]
 
 
 def plot_front(summaries: Sequence[Summary], out: Path) -> None:

@@ -25,7 +25,7 @@ from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.round import Rounds
 from p2p_dilocox.averaging.service import Service
 from p2p_dilocox.averaging.states import StateShelf
-from p2p_dilocox.checkpoint.store import CheckpointStore
+from p2p_dilocox.checkpoint.store import CheckpointStore, names_of_stages
 from p2p_dilocox.data import Batches, load_tokens
 from p2p_dilocox.data_share import open_data_share
 from p2p_dilocox.errors import DriftedError
@@ -170,7 +170,7 @@ def _build(
     pipeline.barrier()
     batches = Batches(load_tokens(spec, state / "tokens"), spec, key.cluster_id)
 
-    names = {s: [n for n, stage in pipeline.stage_of.items() if stage == s] for s in held}
+    names = names_of_stages(pipeline.stage_of)
     dense = spans[0].embedding_names
     offload = config["offload"] and device.type != "cpu"  # on a CPU all is in main memory anyway
     outer = OuterState(spec, pipeline.parameters, dense, genesis(digest), offload=offload)

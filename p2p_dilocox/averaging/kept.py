@@ -87,7 +87,7 @@ class KeptRounds:
 
     def chain(self, t: int, lineage: str, read: Callable[[Result], Proven], most: int) -> list[Result]:
         """The rounds that follow from (t, lineage), one after the other, all of whose stages are here and are
-        what was voted on; at most `most`. read: checks a result. What follows and is not whole is forgotten.
+        what was voted on; at most `most`. read: checks a result.
         """
         found: list[Result] = []
         for k in self._steps():

@@ -36,8 +36,9 @@ class Snapshot:
 def take_snapshot(outer: OuterState, names: list[str]) -> Snapshot:
     """Copies of the named tensors in main memory."""
     parts = {
-        part: {n: t.detach().to("cpu", copy=True) for n, t in getattr(outer, part).items() if n in set(names)}
+        part: {n: of_part[n].detach().to("cpu", copy=True) for n in names if n in of_part}
         for part in _PARTS
+        for of_part in [getattr(outer, part)]
     }
     return Snapshot(outer.t, outer.lineage, sorted(outer.members), parts)
 

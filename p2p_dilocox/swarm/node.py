@@ -46,7 +46,7 @@ class Node:
         self.dht = dht
         self.peer_id = str(p2p.peer_id)
         self.unreachable: dict[str, str] = {}  # address of the link -> why it could not be dialled
-        self._entries: tuple[str, ...] = ()
+        self._entries: dict[str, list[str]] = {}  # peer id of the link -> its addresses
 
     @classmethod
     async def start(
@@ -106,7 +106,9 @@ class Node:
                 raise UnreachableError(why) from error
             raise
         node = cls(run_id, p2p, dht, sockets, bool(host_maddrs))
-        node.unreachable, node._entries = unreachable, tuple(initial_peers)
+        node.unreachable = unreachable
+        for maddr in initial_peers:
+            node._entries.setdefault(maddr.rpartition("/p2p/")[2], []).append(maddr)
         return node
 
     async def maddrs(self) -> list[str]:
@@ -129,10 +131,7 @@ class Node:
         Not at the first try, for libp2p does not dial an address that was dead for 5 s, and longer after each
         further failure, up to minutes: this is to be called again and again.
         """
-        entries: dict[str, list[str]] = {}
-        for maddr in self._entries:
-            entries.setdefault(maddr.rpartition("/p2p/")[2], []).append(maddr)
-        await asyncio.gather(*(self._greet(peer, maddrs) for peer, maddrs in entries.items()))
+        await asyncio.gather(*(self._greet(peer, maddrs) for peer, maddrs in self._entries.items()))
 
     async def _greet(self, peer: str, maddrs: list[str]) -> None:
         with contextlib.suppress(TimeoutError):
@@ -152,7 +151,7 @@ class Node:
     @property
     def entry_peers(self) -> list[str]:
         """The peer ids of the link."""
-        return list(dict.fromkeys(maddr.rpartition("/p2p/")[2] for maddr in self._entries))
+        return list(self._entries)
 
     async def publish_run(self, signed: SignedRun) -> bool:
         """Store the run spec for RUN_LIFE_S seconds; whoever holds it may refresh it."""

@@ -152,6 +152,14 @@ def start() -> Iterator[Callable[..., Program]]:
         program.process.communicate()
 
 
+def serve_text(start: Callable[..., Program], directory: Path, text: str) -> str:
+    """Serve this run.toml from `directory`, without an archive; the join link."""
+    (directory / "run.toml").write_text(text)
+    options = ["--state-dir", directory / "organiser", "--listen", LOOPBACK, "--archive", "0"]
+    serve = start("dilocox-bootstrap", "serve", "--run", directory / "run.toml", *options)
+    return serve.read_until("dilocox://")
+
+
 @pytest.fixture(scope="module")
 def endless_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Join link of a served run that no test sees the end of. Clusters go on from what others left there."""

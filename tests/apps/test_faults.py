@@ -9,7 +9,7 @@ import pytest
 
 from p2p_dilocox.invariants import Line, check_history, read_history
 
-from .conftest import LOOPBACK, RUN, Program
+from .conftest import LOOPBACK, RUN, Program, serve_text
 
 Start = Callable[..., Program]
 
@@ -17,20 +17,8 @@ Start = Callable[..., Program]
 @pytest.fixture
 def link(start: Start, tmp_path: Path) -> str:
     text = RUN.format(outer_steps=5000, H=6).replace("round_s = 20.0", "round_s = 8.0")
-    (tmp_path / "run.toml").write_text(text.replace("outer_steps", "min_clusters = 3\nouter_steps"))
-    serve = start(
-        "dilocox-bootstrap",
-        "serve",
-        "--run",
-        tmp_path / "run.toml",
-        "--state-dir",
-        tmp_path / "boot",
-        "--listen",
-        LOOPBACK,
-        "--archive",
-        "0",
-    )
-    return serve.read_until("dilocox://")
+    text = text.replace("outer_steps", "min_clusters = 3\nouter_steps")
+    return serve_text(start, tmp_path, text)
 
 
 def join(start: Start, link: str, state: Path) -> Program:

@@ -12,7 +12,7 @@ import pytest
 
 from p2p_dilocox.invariants import check_history, read_history
 
-from .conftest import LOOPBACK, RUN, Program, wait_for_end
+from .conftest import LOOPBACK, RUN, Program, serve_text, wait_for_end
 
 pytestmark = pytest.mark.swarm
 Start = Callable[..., Program]
@@ -23,18 +23,7 @@ H = 6
 def link(start: Start, tmp_path: Path) -> str:
     """Of a run whose rounds may take so long that a test in which one waits for another fails."""
     text = RUN.format(outer_steps=100_000, H=H).replace("round_s = 20.0", "round_s = 900.0")
-    (tmp_path / "run.toml").write_text(text)
-    arguments = [
-        "--run",
-        tmp_path / "run.toml",
-        "--state-dir",
-        tmp_path / "boot",
-        "--listen",
-        LOOPBACK,
-        "--archive",
-        "0",
-    ]
-    return start("dilocox-bootstrap", "serve", *arguments, "--archive", "0").read_until("dilocox://")
+    return serve_text(start, tmp_path, text)
 
 
 def join(start: Start, link: str, state: Path, devices: str, *more: str) -> Program:

@@ -4,14 +4,15 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from p2p_dilocox import errors
 
-from .conftest import LOOPBACK, RUN, Program, wait_for_end
+from .conftest import LOOPBACK, RUN, Program, serve_text, wait_for_end
 
 restarts = importlib.import_module("p2p_dilocox.peers.restarts")
 Start = Callable[..., Program]
@@ -34,25 +35,9 @@ def test_what_another_start_would_only_show_again_is_hopeless() -> None:
 
 
 @pytest.fixture
-def serve(tmp_path: Path, start: Start) -> Iterator[Callable[[str], str]]:
+def serve(tmp_path: Path, start: Start) -> Callable[[str], str]:
     """Serves a run.toml; the join link."""
-
-    def serve_text(text: str) -> str:
-        (tmp_path / "run.toml").write_text(text)
-        state = tmp_path / "organiser"
-        arguments = [
-            "--run",
-            tmp_path / "run.toml",
-            "--state-dir",
-            state,
-            "--listen",
-            LOOPBACK,
-            "--archive",
-            "0",
-        ]
-        return start("dilocox-bootstrap", "serve", *arguments, "--archive", "0").read_until("dilocox://")
-
-    yield serve_text
+    return partial(serve_text, start, tmp_path)
 
 
 def join(start: Start, link: str, state: Path) -> Program:

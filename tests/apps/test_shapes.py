@@ -8,7 +8,7 @@ import pytest
 
 from p2p_dilocox.invariants import check_history, read_history
 
-from .conftest import LOOPBACK, RUN, Program
+from .conftest import LOOPBACK, RUN, Program, serve_text
 
 pytestmark = pytest.mark.swarm
 Start = Callable[..., Program]
@@ -28,16 +28,7 @@ def serve(start: Start, directory: Path) -> str:
     text = text.replace(f"stages = {STAGES}", f"stages = {STAGES}\ncut = [0, 2, 1, 0]")
     text = text.replace("batch_size = 2\nmicrobatches = 2", "batch_size = 4\nmicrobatches = 4")
     text = text.replace("[model]", "min_clusters = 3\n[model]", 1)
-    (directory / "run.toml").write_text(text)
-    arguments = [
-        "--run",
-        directory / "run.toml",
-        "--state-dir",
-        directory / "organiser",
-        "--listen",
-        LOOPBACK,
-    ]
-    return start("dilocox-bootstrap", "serve", *arguments, "--archive", "0").read_until("dilocox://")
+    return serve_text(start, directory, text)
 
 
 def digests_of(state: Path) -> dict[str, str]:

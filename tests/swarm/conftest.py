@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.tiny_llama import TINY_LLAMA
 from p2p_dilocox.averaging.coded import StageLayouts, codec_thread
 from p2p_dilocox.averaging.company import Company, Progress
 from p2p_dilocox.averaging.deadlines import Timeouts
@@ -40,7 +41,8 @@ SHAPES = {
 DENSE = frozenset({"embed.weight"})
 WEIGHT_CAP = 1000.0
 
-SPEC = """
+SPEC = (
+    """
 [run]
 id = "test"
 recipe = "{recipe}"
@@ -48,14 +50,9 @@ outer_steps = 100
 min_clusters = {min_clusters}
 [model]
 stages = 2
-[model.config]
-model_type = "llama"
-vocab_size = 2048
-hidden_size = 64
-intermediate_size = 128
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 2
+"""
+    + TINY_LLAMA
+    + """\
 [data]
 seq_len = 32
 [inner]
@@ -67,6 +64,7 @@ lr = 1e-3
 round_s = {round_s}
 {more}
 """
+)
 
 
 def spec_text(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tiny_llama import TINY_LLAMA
 from p2p_dilocox.events import Event, Finished, InnerStep
 from p2p_dilocox.swarm.link import JoinLink
 
@@ -12,7 +13,8 @@ from .conftest import Swarm
 
 __all__ = ["Peer", "run_text"]
 
-RUN = """
+RUN = (
+    """
 [run]
 id = "test"
 recipe = "{recipe}"
@@ -21,14 +23,9 @@ outer_steps = {outer_steps}
 min_clusters = {min_clusters}
 [model]
 stages = 2
-[model.config]
-model_type = "llama"
-vocab_size = 2048
-hidden_size = 64
-intermediate_size = 128
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 2
+"""
+    + TINY_LLAMA
+    + """\
 max_position_embeddings = 64
 tie_word_embeddings = true
 [data]
@@ -48,6 +45,7 @@ every = 1
 batches = 1
 {more}
 """
+)
 
 
 def run_text(recipe: str = "dilocox", outer_steps: int = 4, min_clusters: int = 1, more: str = "") -> str:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from benchmarks.tiny_llama import TINY_LLAMA
 from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
@@ -24,19 +25,15 @@ from p2p_dilocox.wish import Wish
 __all__ = ["ME", "OTHER", "SHAPES", "Ledger", "random_tensors", "spec_of"]
 
 SHAPES = {"0.a": (6, 4), "1.b": (5,)}
-TEXT = """
+TEXT = (
+    """
 [run]
 id = "test"
 recipe = "dilocox"
 outer_steps = 40
-[model.config]
-model_type = "llama"
-vocab_size = 2048
-hidden_size = 64
-intermediate_size = 128
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 2
+"""
+    + TINY_LLAMA
+    + """\
 [inner]
 H = 4
 batch_size = 4
@@ -63,6 +60,7 @@ every = 1000
 [eval]
 every = 1000
 """
+)
 
 
 def spec_of(

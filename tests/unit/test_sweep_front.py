@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sweep_front import DEFAULT, front, points
+from benchmarks.sweep_front import DEFAULT, points
+from p2p_dilocox.pareto import pareto
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "sweep.json"
 
@@ -18,9 +19,9 @@ def test_the_front_has_what_nothing_beats_with_as_few_bytes() -> None:
         "between": (4.0, 3.5),
         "tie": (4.0, 3.6),
     }
-    assert front(of) == ["cheap", "between", "dear"]
+    assert pareto(of) == ["cheap", "between", "dear"]
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_the_default_of_dilocox_is_on_the_front_of_the_sweep(model: str) -> None:
-    assert DEFAULT in front(points(json.loads(RESULTS.read_text(encoding="utf-8"))["rows"], model))
+    assert DEFAULT in pareto(points(json.loads(RESULTS.read_text(encoding="utf-8"))["rows"], model))
