@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
@@ -20,6 +20,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 
 from p2p_dilocox.errors import LinkError, NotTrustedError, UnreachableError
+from p2p_dilocox.ports import check_port
 from p2p_dilocox.swarm.calls import survive_cancelled_calls
 from p2p_dilocox.swarm.clock import refused_for_its_clock
 from p2p_dilocox.swarm.dialling import DIAL_S, dial_all
@@ -68,10 +69,10 @@ class Node:
         host_maddrs: where to listen; none: nowhere.
         client_mode: nobody is to dial this peer, so it keeps no records for others.
         announce_maddrs: what to tell others instead of it.
-        Raises LinkError if the addresses cannot be listened on.
+        Raises LinkError if the addresses cannot be listened on; it names who has the port.
         """
         sockets = make_socket_dir()
-        with _children_die_with_us():
+        with _p2pd_as_we_want_it():
             try:
                 p2p = await _p2p_in(sockets).create(
                     host_maddrs=list(host_maddrs) or None,
@@ -83,10 +84,9 @@ class Node:
                 )
             except P2PDaemonError as error:
                 shutil.rmtree(sockets, ignore_errors=True)
-                listen = ", ".join(host_maddrs)
-                raise LinkError(
-                    f"cannot listen on {listen}: {_last_line(error)}. Is the port in use?"
-                ) from error
+                for maddr in host_maddrs:
+                    check_port(maddr)
+                raise LinkError(f"cannot listen on {', '.join(host_maddrs)}: {_last_line(error)}") from error
         survive_cancelled_calls(p2p)
         try:
             reachable, unreachable = await dial_all(p2p, initial_peers)
@@ -225,12 +225,18 @@ def _last_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _children_die_with_us() -> Iterator[None]:
-    """hivemind starts p2pd by asyncio and has no hook for it:
-    without this p2pd outlives a killed rank (measured)."""
-    start = asyncio.subprocess.create_subprocess_exec
-    asyncio.subprocess.create_subprocess_exec = partial(start, preexec_fn=die_with_parent)
+def _p2pd_as_we_want_it() -> Iterator[None]:
+    """hivemind starts p2pd by asyncio and has no hook for it. Without this p2pd outlives a killed rank, and
+    two that are told one port both take it, so that each gets some of the other's calls (both measured)."""
+    real = asyncio.subprocess.create_subprocess_exec
+
+    async def start(*command: Any, **_options: Any) -> Any:
+        _options["env"] = _options["env"] | {"LIBP2P_TCP_REUSEPORT": "false"}
+        _options["preexec_fn"] = die_with_parent  # once, where two nodes of one process start together
+        return await real(*command, **_options)
+
+    asyncio.subprocess.create_subprocess_exec = start
     try:
         yield
     finally:
-        asyncio.subprocess.create_subprocess_exec = start
+        asyncio.subprocess.create_subprocess_exec = real

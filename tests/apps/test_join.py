@@ -124,6 +124,16 @@ def test_a_bootstrap_node_that_is_gone_is_named(endless_run: str, tmp_path: Path
     assert "Traceback" not in refused.stderr
 
 
+def test_a_port_of_another_program_is_refused_and_its_owner_named(endless_run: str, tmp_path: Path) -> None:
+    """Field report G7; test_node.py has the one that is taken in the last moment."""
+    port = endless_run.split("/tcp/")[1].split("/")[0]
+    listen = f"/ip4/127.0.0.1/tcp/{port}"
+    refused = peer("join", endless_run, "--state-dir", tmp_path / "state", "--listen", listen)
+    assert refused.returncode == 2
+    assert re.search(rf"{listen}: port {port} is in use by process \d+ \(p2pd\)", refused.stderr)
+    assert not (tmp_path / "state").exists()
+
+
 @pytest.mark.parametrize(
     ("ahead_s", "words"), [(10, "s ahead of the swarm's"), (-10, "s behind the swarm's")]
 )

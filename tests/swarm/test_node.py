@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hivemind.utils import get_dht_time
 
-from p2p_dilocox.errors import NotTrustedError, UnreachableError
+from p2p_dilocox.errors import LinkError, NotTrustedError, UnreachableError
 from p2p_dilocox.swarm.identity import SigningKey, ensure_libp2p_identity
 from p2p_dilocox.swarm.keys import clusters_key, run_key
 from p2p_dilocox.swarm.messages import Presence, RankAddress, Ready, Votes, open_sealed, seal, unpack
@@ -46,6 +46,23 @@ def with_two_nodes(
         finally:
             await stranger.close()
             await honest.close()
+
+    asyncio.run(run())
+
+
+def test_a_taken_port_is_not_shared_and_its_owner_is_named() -> None:
+    """Field report G7, where another takes it after it was looked at. libp2p by itself would take it too."""
+
+    async def run() -> None:
+        async def start(listen: str) -> Node:
+            return await Node.start(run_id="run", organiser=ORGANISER.public, host_maddrs=[listen])
+
+        first = await start(LOOPBACK[0])
+        listen = (await first.maddrs())[0].partition("/p2p/")[0]
+        with pytest.raises(LinkError, match=rf"{listen}: port \d+ is in use by process \d+ \(p2pd\)"):
+            await start(listen)
+        await first.close()
+        await (await start(listen)).close()
 
     asyncio.run(run())
 

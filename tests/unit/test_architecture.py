@@ -39,7 +39,7 @@ WORDS = {
 # The arrows: part -> parts it may import besides itself and WORDS. A part not named may import all but apps.
 ARROWS = {
     "compression": set[str](),
-    "swarm": set[str](),
+    "swarm": {"ports"},
     "data": set[str](),
     "pipeline": set[str](),
     "inner": set[str](),
