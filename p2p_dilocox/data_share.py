@@ -18,7 +18,7 @@ class DataShare:
     """Rank 0 takes the shards for all ranks."""
 
     def __init__(self, leases: Leases, progress: Progress) -> None:
-        self._leases, self._progress, self._t = leases, progress, 0
+        self._leases, self._progress, self._t, self._again = leases, progress, 0, False
 
     def lease(self, t: int, batches: Batches, pipeline: Pipeline) -> None:
         """See to it that all ranks train on the same shard in outer step t. Waits for no other cluster."""
@@ -39,6 +39,17 @@ class DataShare:
         number = self._leases.finish(t)
         self._tell()
         return number
+
+    def news(self, t: int, number: int, num_shards: int) -> str:
+        """A sentence when the data is gone through again, once; else "". number: the shard of outer step
+        t."""
+        if self._again or number < num_shards:
+            return ""
+        self._again = True
+        return (
+            f"outer step {t} was trained on shard {number % num_shards} of {num_shards} in pass "
+            f"{number // num_shards + 1} over the data: all of it has been taken, and it goes round"
+        )
 
     def _tell(self) -> None:
         claim = self._leases.claim()

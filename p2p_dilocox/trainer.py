@@ -235,8 +235,7 @@ def land(spec: RunSpec, rank: Rank) -> None:
     rank.t = max(rank.t, outer.t + 1)  # a cluster that was left behind goes on where the others are
     rank.history.write(outcome, outer.lineage)
     reach("landed", outcome.t)
-    if rank.share and rank.index == 0 and (shard := rank.share.finish(outcome.t)) is not None:
-        rank.report(ShardTrained(rank=0, t=outcome.t, shard=shard, num_shards=rank.batches.num_shards))
+    shard_landed(rank, outcome.t)
     rank.dropped = 0 if outcome.steps else rank.dropped + 1
     for note in outcome.notes:
         rank.report(Warned(rank=rank.index, message=note))
@@ -262,6 +261,15 @@ def land(spec: RunSpec, rank: Rank) -> None:
     after_outer_step(spec, rank)
 
 
+def shard_landed(rank: Rank, t: int) -> None:
+    """The round of outer step t is over: what this cluster trained on for it is delivered, or will be."""
+    if rank.share and rank.index == 0 and (shard := rank.share.finish(t)) is not None:
+        num_shards = rank.batches.num_shards
+        rank.report(ShardTrained(rank=0, t=t, shard=shard, num_shards=num_shards))
+        if news := rank.share.news(t, shard, num_shards):
+            rank.report(Warned(rank=0, message=news))
+
+
 def peek(spec: RunSpec, rank: Rank) -> None:
     """Go on from the anchor with our own share of the round on the wire, one of as many as the last had."""
     share = 1.0 / max(1, len(rank.outer.members) or spec.run.min_clusters)
@@ -277,6 +285,8 @@ def take_outer_steps(spec: RunSpec, rank: Rank, outcome: Outcome) -> None:
         _take_outer_steps(spec, rank, outcome)
     for step in outcome.steps:
         rank.backlog.learn(step, delivered=step.own is not None and offered(step, rank.cluster_id))
+        if offered(step, rank.cluster_id):  # also where it came to land after a restart only
+            shard_landed(rank, step.t)
         if not rank.adapting:
             continue
         sent_bytes = outcome.sent_bytes if step.t == outcome.t else 0

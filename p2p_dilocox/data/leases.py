@@ -44,6 +44,8 @@ class Leases:
             kept = json.loads(saved)
             self._done, self._ahead = int(kept["done"]), set(map(int, kept["ahead"]))
             self._taken = {int(t): int(number) for t, number in kept["taken"].items()}
+            # Their rounds may have been committed, and land now.
+            self._open = {t for t, n in self._taken.items() if n >= self._done and n not in self._ahead}
 
     def take(self, t: int, others: Mapping[str, Claim]) -> int:
         """The shard of outer step t; the same again after a restart. others: by cluster, those that train."""

@@ -1,6 +1,7 @@
 """Clusters that are killed or frozen while they train: real processes, histories checked at the end."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,10 @@ def leave(clusters: list[Program]) -> None:
 
 @pytest.mark.timeout(300)
 def test_survivors_go_on_as_two_when_a_cluster_is_killed(start: Start, link: str, tmp_path: Path) -> None:
-    """R2: kill -9 of a whole cluster. The others' next round is without it, and so are all later ones."""
+    """R2: kill -9 of a whole cluster. The others' next round is without it, and so are all later ones.
+
+    Field report F3: then it comes back under its key and without its disk, and another one with it.
+    """
     states = [tmp_path / name for name in ("a", "b", "c")]
     clusters = [join(start, link, state) for state in states]
     clusters[2].read_until("outer 3 committed")
@@ -68,11 +72,16 @@ def test_survivors_go_on_as_two_when_a_cluster_is_killed(start: Start, link: str
     for cluster in clusters[:2]:
         for _ in range(3):
             cluster.read_until(" 2 clusters")
-    leave(clusters[:2])
-    assert check_history(history_of(*states)) == []
     sizes = committed(states[0])
-    assert sizes[3] == {3}
-    assert sizes[max(sizes)] == {2}
+    assert sizes[3] == {3} and sizes[max(sizes)] == {2}
+    states += [tmp_path / "wiped", tmp_path / "new"]
+    states[3].mkdir(mode=0o700)
+    shutil.copy2(states[2] / "cluster.key", states[3])
+    clusters[2:] = [join(start, link, state) for state in states[3:]]
+    for cluster in clusters:
+        cluster.read_until(" 4 clusters")
+    leave(clusters)
+    assert check_history(history_of(*states)) == []
 
 
 @pytest.mark.timeout(300)

@@ -23,6 +23,7 @@ from p2p_dilocox.events import (
     InnerStep,
     Phase,
     RoundCommitted,
+    ShardTrained,
     StepSkipped,
     Warned,
 )
@@ -286,3 +287,25 @@ def test_a_cluster_that_left_at_once_goes_on_where_it_was(
     assert left.t <= resumed <= left.t + 1
     first = next(e for e in again.events if isinstance(e, RoundCommitted))
     assert first.t == resumed + 1
+
+
+def test_files_of_10_100_and_1000_lines_are_gone_round_until_the_run_is_complete(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], tmp_path: Path
+) -> None:
+    """Field report F4, and an empty file among them."""
+    (tmp_path / "text").mkdir()
+    for lines in (0, 10, 100, 1000):
+        text = "".join(f"line {n}\n" for n in range(lines))
+        (tmp_path / "text" / f"{lines}.txt").write_text(text)
+    data = f'[data]\nsource = "text"\npaths = ["{tmp_path / "text"}"]\norder = "shards"'
+    net = swarm(run_text(outer_steps=24, min_clusters=2).replace("[data]", data))
+    peers = [join(net, name) for name in ("ada", "bee")]
+    ends = [peer.finish() for peer in peers]
+    assert [end.reason for end in ends] == ["complete"] * 2
+    assert ends[0].parameter_digests == ends[1].parameter_digests
+    for peer in peers:
+        taken = [(e.shard, e.num_shards) for e in peer.events if isinstance(e, ShardTrained)]
+        assert len(taken) == 24 and taken == sorted(set(taken))
+        assert taken[-1][0] >= taken[-1][1], "this is to go round"
+        said = [e.message for e in peer.events if isinstance(e, Warned) and "it goes round" in e.message]
+        assert len(said) == 1 and "in pass 2 over the data" in said[0]

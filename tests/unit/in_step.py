@@ -34,7 +34,7 @@ class InStep:
         self.ids = [str(i) for i in range(num_clusters)]
         self.ranks = [
             SimpleNamespace(
-                outer=outer, cluster_id=i, local=None, adapting=None, backlog=Backlog(),
+                outer=outer, cluster_id=i, local=None, adapting=None, backlog=Backlog(), share=None,
                 pipeline=SimpleNamespace(parameters=theta, sync_tied_=lambda: None, sum=list),
             )
             for outer, theta, i in zip(self.outers, self.theta, self.ids, strict=True)

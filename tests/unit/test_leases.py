@@ -5,15 +5,18 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from p2p_dilocox.averaging.company import Progress
 from p2p_dilocox.coverage import read_coverage
 from p2p_dilocox.data.leases import AHEAD, Claim, Leases
 from p2p_dilocox.data.shards import Batches
 from p2p_dilocox.data.tokens import Corpus
+from p2p_dilocox.data_share import DataShare, open_data_share
 from p2p_dilocox.errors import StateError
 from p2p_dilocox.events import InnerStep, ShardTrained
 from p2p_dilocox.runspec import parse_run
@@ -158,6 +161,43 @@ def test_a_dead_cluster_s_shard_is_taken_over() -> None:
     assert ours.claim() == Claim(2)
 
 
+class OneRank:
+    """As much of a pipeline as a DataShare needs."""
+
+    rank = 0
+
+    def broadcast(self, data: bytes) -> bytes:
+        return data
+
+
+def test_samples_go_on_strictly_after_two_resumes_with_none_twice(tmp_path: Path) -> None:
+    """Field report F1: numbered samples, STATE/shards.json, and killed in the middle of an outer step."""
+    text, t, delivered = corpus(32 * 20 * 30), 1, []
+    for _ in range(3):
+        share = open_data_share(SPEC, tmp_path, "me", Progress())
+        assert share is not None
+        batches, begun = Batches(text, SPEC, "me"), list[int]()
+        for step in range(t, t + 8):
+            share.lease(step, batches, cast(Any, OneRank()))
+            begun = torch.cat([batches.batch(step, h)[:, 0] for h in range(SPEC.inner.H)]).tolist()
+            if step < t + 7:  # else it is killed: the weights never had these
+                delivered.append(begun)
+                assert share.finish(step) == step - 1
+        t += 7
+    assert begun not in delivered
+    uninterrupted = Batches(text, SPEC, "other")
+    assert delivered == [shard(uninterrupted, number).tolist() for number in range(21)]
+    assert len({start for starts in delivered for start in starts}) == 21 * 20
+
+
+def test_going_round_is_said_once() -> None:
+    """Field report F4."""
+    share = DataShare(new()[0], Progress())
+    said = [share.news(number + 1, number, 3) for number in range(12)]
+    assert [bool(news) for news in said] == [False] * 3 + [True] + [False] * 8
+    assert said[3].startswith("outer step 4 was trained on shard 0 of 3 in pass 2 over the data")
+
+
 @pytest.mark.parametrize("starts", [2, 3])
 def test_after_every_restart_an_outer_step_has_its_shard_again_and_none_comes_twice(starts: int) -> None:
     """Field reports F1, F3: resumed twice in a row, each time some outer steps back."""
@@ -172,14 +212,31 @@ def test_after_every_restart_an_outer_step_has_its_shard_again_and_none_comes_tw
     assert list(numbers.values()) == list(range(len(numbers)))
 
 
-def test_a_cluster_whose_disk_was_wiped_learns_from_the_others_what_is_trained() -> None:
-    """Field report F3."""
+def test_a_round_that_lands_after_a_restart_only_keeps_its_shard_from_coming_again() -> None:
+    """Field report F1: committed and on disk, and killed before the training loop heard of it."""
+    leases, kept = new()
+    assert [leases.take(1, {}), leases.take(2, {})] == [0, 1]
+    again, _ = new(saved=kept[-1])
+    assert again.finish(1) == 0
+    assert [again.take(2, {}), again.finish(2), again.take(3, {})] == [1, 1, 2]
+    lost, _ = new(saved=kept[-1])  # of the round of outer step 1 nothing is left
+    assert [lost.take(2, {}), lost.finish(2), lost.take(3, {})] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["a", "anew"])
+def test_a_cluster_whose_disk_was_wiped_learns_from_the_others_what_is_trained(name: str) -> None:
+    """Field report F3: under the same name and under a new one."""
     survivor, _ = new("b")
+    before, _ = new("a")
     for t in range(1, 40):
-        survivor.take(t, {})
+        number = survivor.take(t, {"a": before.claim()})
+        theirs = before.take(t, {"b": survivor.claim()})
+        assert {number, theirs} == {2 * t - 2, 2 * t - 1}
         survivor.finish(t)
-    back, _ = new("a")
-    assert back.take(40, {"b": survivor.claim()}) == 40  # 39 is for b
+        before.finish(t)
+    assert survivor.take(40, {"a": before.claim()}) == 79  # its last heartbeat has not expired
+    back, _ = new(name)
+    assert back.take(41, {"b": survivor.claim()}) == 78
 
 
 def test_one_that_claims_too_much_moves_nobody_unless_most_do() -> None:
