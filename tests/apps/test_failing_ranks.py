@@ -18,10 +18,13 @@ Start = Callable[..., Program]
 
 
 class Cluster:
-    """Of two ranks, alone in a run; checkpoints at every outer step, and evaluations that take a while."""
+    """Of two ranks, the first with the embedding and no layer, alone in a run; checkpoints at every outer
+    step, and evaluations that take a while."""
 
     def __init__(self, start: Start, directory: Path) -> None:
         text = RUN.format(outer_steps=5000, H=4).replace("[eval]\nbatches = 2", "[eval]\nbatches = 60")
+        text = text.replace("stages = 2", "stages = 2\ncut = [0, 2]")
+        text = text.replace("seq_len = 16", 'seq_len = 16\norder = "shards"')
         (directory / "run.toml").write_text(text + "[checkpoint]\nevery = 1\n")
         arguments = ["--run", directory / "run.toml", "--state-dir", directory / "organiser"]
         link = start("dilocox-bootstrap", "serve", *arguments, "--listen", LOOPBACK).read_until("dilocox://")
@@ -116,5 +119,9 @@ def test_a_frozen_rank_and_one_killed_while_it_saves(cluster: Cluster) -> None:
     assert message.startswith("froze: for 15 s it neither spoke nor used its processor, and was killed; the")
     _, message = cluster.fails("checkpoint", 1)
     assert message.startswith("ended with signal SIGKILL")
-    cluster.until(kind="round_committed")
-    assert "resumed outer step" in (cluster.state / "events.jsonl").read_text()
+    cluster.until(kind="shard_trained", t=cluster.until(kind="round_committed")["t"] + 1)
+    events = [json.loads(line) for line in (cluster.state / "events.jsonl").read_text().splitlines()]
+    assert [e["name"] for e in events if e["kind"] == "phase"].count("resumed") == 2
+    # Field report F1: killed twice, each outer step has its shard and no shard comes again.
+    shards = {e["t"]: e["shard"] for e in events if e["kind"] == "shard_trained"}
+    assert shards == {t: t - 1 for t in range(1, max(shards) + 1)}

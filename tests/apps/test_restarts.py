@@ -60,7 +60,9 @@ def worker(cluster: Program, rank: int) -> int:
 def test_a_killed_rank_costs_a_restart_and_the_run_is_completed(
     tmp_path: Path, start: Start, serve: Callable[[str], str]
 ) -> None:
-    link = serve(RUN.format(outer_steps=40, H=4) + "[checkpoint]\nevery = 1\n")
+    """Rank 1 has the norm, its copy of the tied embedding, and no layer."""
+    text = RUN.format(outer_steps=40, H=4).replace("stages = 2", "stages = 2\ncut = [2, 0]")
+    link = serve(text + "[checkpoint]\nevery = 1\n")
     cluster = join(start, link, tmp_path / "state")
     cluster.read_until("outer 2 committed")
     first = list(cluster.descendants())
@@ -94,6 +96,7 @@ def test_ctrl_c_between_two_starts_ends_at_once(endless_run: str, tmp_path: Path
 def test_a_rank_without_its_data_ends_the_cluster_with_its_own_error(
     tmp_path: Path, start: Start, serve: Callable[[str], str]
 ) -> None:
+    """Field report F8; tests/unit/test_text.py has all that may be wrong with a text."""
     (tmp_path / "words.txt").write_text("too few words")
     data = f'[data]\nsource = "text"\npaths = ["{tmp_path / "words.txt"}"]'
     cluster = join(start, serve(RUN.format(outer_steps=9, H=2).replace("[data]", data)), tmp_path / "state")

@@ -1,10 +1,17 @@
 """Clusters of every shape in one run: each with its own number of ranks and its own schedule."""
 
+import contextlib
+import importlib
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from p2p_dilocox.invariants import check_history, read_history
 
@@ -43,23 +50,38 @@ def digests_of(state: Path) -> dict[str, str]:
     return found
 
 
+def exported(state: Path, out: Path) -> dict[str, Tensor]:
+    """Parameters of what from_pretrained makes of a cluster's last checkpoint."""
+    importlib.import_module("p2p_dilocox.peers.export").export_newest(state, out)
+    answer: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, info = answer
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return dict(model.named_parameters())
+
+
 @pytest.mark.timeout(400)
 def test_clusters_of_1_2_and_4_ranks_end_with_equal_stages(tmp_path: Path, start: Start) -> None:
+    """Field report G7: they start at the same instant, on one machine where torch's usual port is taken."""
     link = serve(start, tmp_path)
     refused = start("dilocox-peer", "join", link, "--devices", "cpu:3", "--schedule", "zbv",
                     "--state-dir", tmp_path / "three")  # fmt: skip
     assert refused.wait() == 2
     assert 'schedule = "zbv" needs 2 stages per process, 6 for 3; this run has 4' in refused.output
-    clusters = {
-        name: start("dilocox-peer", "join", link, "--threads", "1", "--listen", LOOPBACK,
-                    "--state-dir", tmp_path / name, *options)
-        for name, options in SHAPES.items()
-    }  # fmt: skip
-    for name, cluster in clusters.items():
-        assert cluster.wait(300) == 0, f"{name}: {cluster.output}"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # then somebody else has it
+            stack.enter_context(socket.create_server(("127.0.0.1", 29500)))
+        clusters = {
+            name: start("dilocox-peer", "join", link, "--threads", "1", "--listen", LOOPBACK,
+                        "--state-dir", tmp_path / name, *options)
+            for name, options in SHAPES.items()
+        }  # fmt: skip
+        for name, cluster in clusters.items():
+            assert cluster.wait(300) == 0, f"{name}: {cluster.output}"
     digests = {name: digests_of(tmp_path / name) for name in SHAPES}
     assert sorted(digests["one"]) == [str(stage) for stage in range(STAGES)]
     assert digests["one"] == digests["two"] == digests["four"]
+    one, four = (exported(tmp_path / name, tmp_path / f"model-{name}") for name in ("one", "four"))
+    assert one.keys() == four.keys() and all(torch.equal(one[name], four[name]) for name in one)
     history = read_history(path for name in SHAPES for path in (tmp_path / name / "history").glob("*.jsonl"))
     assert check_history(history) == []
     assert {len(line["members"]) for line in history if line["decision"] == "committed"} == {3}

@@ -41,6 +41,7 @@ def write_weights(directory: Path, seed: int, **how: Any) -> None:
 def from_weights(directory: Path, outer_steps: int) -> str:
     head, _, rest = run_text(outer_steps=outer_steps, min_clusters=2).partition("[model.config]")
     tail = rest[rest.index("[data]") :].replace("[data]", '[data]\npacking = "documents"')
+    head = head.replace("stages = 2", "stages = 4")  # two layers: embedding and head are stages without one
     return f'{head}path = "{directory}"\nstart = "weights"\n{tail}'
 
 

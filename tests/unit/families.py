@@ -31,7 +31,10 @@ LLAMA_LIKE = _SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
 _OPT = {"model_type": "opt", "ffn_dim": 48, "dropout": 0.0}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma2": LLAMA_LIKE | {"model_type": "gemma2", "head_dim": 8} | _SLIDING,
+    "gemma2": LLAMA_LIKE
+    | {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "initializer_range": 0.1}
+    | {"attn_logit_softcapping": 0.1, "final_logit_softcapping": 0.5}  # low enough to cap small scores
+    | _SLIDING,
     "gemma3": LLAMA_LIKE | {"model_type": "gemma3_text", "head_dim": 8} | _SLIDING,
     "gpt2": {
         "model_type": "gpt2",

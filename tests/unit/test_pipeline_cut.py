@@ -136,6 +136,7 @@ def digest_of_theta_0() -> str:
 
 
 def test_seven_layers_on_three_stages_are_balanced_by_parameters_and_compute() -> None:
+    """Field report G11."""
     small_vocabulary = skeleton_of(LLAMA | {"num_hidden_layers": 7})
     assert [len(layers) for layers in cut_layers(small_vocabulary, 3)] == [2, 3, 2]
     # An embedding as large as six layers: as much memory in front as the head needs behind, but no work.
@@ -167,6 +168,7 @@ def test_no_other_cut_has_a_smaller_largest_stage() -> None:
 
 @pytest.mark.parametrize("stages", [0, -1, 6])
 def test_stages_that_would_hold_nothing_are_refused(stages: int) -> None:
+    """Field report G11; tests/unit/test_runspec.py has them in a run.toml."""
     with pytest.raises(SpecError, match=f"model.stages = {stages}, must be between 1 and 5"):
         cut_layers(skeleton_of(LLAMA), stages)
 
@@ -182,6 +184,16 @@ def test_embedding_and_head_are_stages_of_their_own_where_layers_are_too_few() -
     first, *_, last = spans_of(config_of(LLAMA | {"tie_word_embeddings": True}), 5)
     assert set(first.stage_parameters[0]) == {"model.embed_tokens.weight"}
     assert set(last.stage_parameters[4]) == {"model.norm.weight"} and last.tied_copy is not None
+
+
+def test_one_layer_on_two_stages_leaves_the_embedding_or_the_head_alone() -> None:
+    """Field report G11."""
+    one = skeleton_of(LLAMA | {"num_hidden_layers": 1})
+    assert [len(layers) for layers in cut_layers(one, 2)] == [1, 0]
+    assert [len(layers) for layers in cut_layers(one, 2, (0, 1))] == [0, 1]
+    assert [len(layers) for layers in cut_layers(one, 3)] == [0, 1, 0]
+    with pytest.raises(SpecError, match="model.stages = 4, must be between 1 and 3"):
+        cut_layers(one, 4)
 
 
 def test_a_stage_that_would_own_no_parameter_is_refused() -> None:

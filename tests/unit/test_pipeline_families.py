@@ -1,6 +1,7 @@
 """Stages of every family against Hugging Face's model: padding, documents, dropout, recomputation."""
 
 import hashlib
+import itertools
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from p2p_dilocox.pipeline.reading import apart, inputs_and_targets, positions_in
 from tests.unit.families import END, FAMILIES, LLAMA_LIKE, TIED, Chain, config_of, sequences, whole_model
 
 STEPS, LR = 20, 1e-3
-ENDS_ALONE = ("gemma2", "gpt2", "llama", "mixtral", "opt-narrow")
-"""Families of three layers that are also cut into five stages: the embedding and the head have no layer."""
+CUTS = (1, 2, 3, 5)
+"""Stages of the models of three layers. With five the embedding and the head are stages without a layer."""
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -30,8 +31,9 @@ def padded_loss(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_train_like_the_whole_model_on_padded_batches(family: str) -> None:
+    """Field reports G3, and G4 where the embedding is tied."""
     config = config_of(FAMILIES[family])
-    chains = [Chain(config, stages) for stages in (1, 2, 3, *[5] * (family in ENDS_ALONE))]
+    chains = [Chain(config, stages) for stages in CUTS]
     theta_0 = {name: value.detach().clone() for name, value in chains[0].theta().items()}
     for chain in chains:
         assert chain.theta().keys() == theta_0.keys()
@@ -63,13 +65,34 @@ def test_stages_train_like_the_whole_model_on_padded_batches(family: str) -> Non
         assert not torch.equal(owner, theta_0[str(chain.spans[0].tied_name)])
 
 
+WITHOUT: list[tuple[str, str, int | None]] = [
+    ("gemma2", "attn_logit_softcapping", None),
+    ("gemma2", "final_logit_softcapping", None),
+    *((family, "sliding_window", 64) for family in ("gemma2", "gemma3", "mistral", "qwen2")),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "without"), WITHOUT)
+def test_the_small_models_have_windows_and_caps_that_show(family: str, key: str, without: int | None) -> None:
+    """Else a stage that forgets them would be as good as one that does not."""
+    config, tokens = config_of(FAMILIES[family]), sequences(0)
+    theta = Chain(config, 1).theta()
+    with torch.no_grad():
+        logits = whole_model(config, theta)(input_ids=tokens, use_cache=False).logits
+        assert getattr(config, key) != without
+        setattr(config, key, without)
+        others = whole_model(config, theta)(input_ids=tokens, use_cache=False).logits
+    assert (logits - others).abs().max() > 1e-2 * logits.abs().max()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
+    """Nor do they where layers are computed again for the gradient."""
     config = config_of(FAMILIES[family])
     tokens = sequences(7)
     tokens[0, 4] = tokens[0, 9] = tokens[1, 11] = tokens[2, 0] = END
-    chain = Chain(config, 3, documents=True)
-    whole, pieces = whole_model(config, chain.theta()), []
+    chains = [Chain(config, stages, documents=True) for stages in CUTS]
+    whole, pieces = whole_model(config, chains[0].theta()), []
     for row in tokens:
         ends = [-1, *(row == END).nonzero().flatten().tolist(), len(row) - 1]
         pieces += [row[None, a + 1 : b + 1] for a, b in zip(ends, ends[1:], strict=False) if b - a > 1]
@@ -78,10 +101,13 @@ def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
     ]
     loss = torch.stack(losses).sum() / sum(piece.shape[1] - 1 for piece in pieces)
     loss.backward()
-    assert chain.forward_backward(tokens) == pytest.approx(loss.item(), rel=1e-5)
-    for name, parameter in whole.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(chain.theta()[name].grad, parameter.grad, rtol=0, atol=1e-5, msg=name)
+    for chain, checkpointing in itertools.product(chains, (False, True)):
+        for span in chain.spans:
+            span.module.checkpointing = checkpointing
+        assert chain.forward_backward(tokens) == pytest.approx(loss.item(), rel=1e-5)
+        for name, parameter in whole.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(chain.theta()[name].grad, parameter.grad, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,7 +164,7 @@ def grads_of_whole(model: PreTrainedModel, layers: Any, prefix: str, tokens: Ten
 def test_dropout_drops_the_same_in_every_cut_and_again_when_recomputed(family: str) -> None:
     config = config_of(DROPPING[family])
     tokens = sequences(3, batch=2)
-    chains = [Chain(config, stages) for stages in (1, 2, 3, 5)]
+    chains = [Chain(config, stages) for stages in CUTS]
     whole = whole_model(config, chains[0].theta())
     layers = {n: m for n, m in whole.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3}
     ((prefix, layer_list),) = layers.items()

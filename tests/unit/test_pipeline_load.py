@@ -41,46 +41,53 @@ def keys_of(directory: Path) -> dict[str, str]:
 def test_a_checkpoint_is_read_by_stages_and_written_again_without_a_difference(
     family: str, tmp_path: Path
 ) -> None:
+    """Cut into five, the embedding and the head are stages without a layer."""
     config = config_of(FAMILIES[family])
     model = published(family, tmp_path / "in")
     assert len(set(keys_of(tmp_path / "in").values())) > 1
-    theta = dict(model.named_parameters())
-    chain = Chain(config, 3, weights=tmp_path / "in")
-    assert chain.theta().keys() == theta.keys()
-    for name, parameter in chain.theta().items():
-        assert parameter.dtype == torch.float32 and parameter.requires_grad
-        assert torch.equal(parameter, theta[name]), name
-    copy = chain.tied_copy()
-    assert (copy is not None) == (family in TIED)
-    if copy is not None:
-        assert torch.equal(copy, theta[str(chain.spans[0].tied_name)])
-    shards: list[tuple[int, dict[str, Tensor]]] = [
-        (j, dict(span.stage_parameters[j])) for j, span in enumerate(chain.spans)
-    ]
-    export_model(config, shards, None, tmp_path / "out")
-    assert keys_of(tmp_path / "out").keys() == keys_of(tmp_path / "in").keys()
-    answer: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    loaded, info = answer
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, theta[name]), name
-    tokens = sequences(0)
+    theta, tokens = dict(model.named_parameters()), sequences(0)
     with torch.no_grad():
-        assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
+        logits = model.eval()(tokens).logits
+    for stages in (3, 5):
+        chain = Chain(config, stages, weights=tmp_path / "in")
+        assert chain.theta().keys() == theta.keys()
+        for name, parameter in chain.theta().items():
+            assert parameter.dtype == torch.float32 and parameter.requires_grad
+            assert torch.equal(parameter, theta[name]), name
+        copy = chain.tied_copy()
+        assert (copy is not None) == (family in TIED)
+        if copy is not None:
+            assert torch.equal(copy, theta[str(chain.spans[0].tied_name)])
+        shards: list[tuple[int, dict[str, Tensor]]] = [
+            (j, dict(span.stage_parameters[j])) for j, span in enumerate(chain.spans)
+        ]
+        out = tmp_path / f"out-{stages}"
+        export_model(config, shards, None, out)
+        assert keys_of(out).keys() == keys_of(tmp_path / "in").keys()
+        answer: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        loaded, info = answer
+        assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter, theta[name]), name
+        with torch.no_grad():
+            assert torch.equal(loaded.eval()(tokens).logits, logits)
 
 
-def test_a_stage_reads_no_file_of_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "stage", "prefix"),
+    [(3, 1, "model.layers.1."), (5, 0, "model.embed_tokens."), (5, 4, "model.norm.|lm_head.")],
+)
+def test_a_stage_reads_no_file_of_another(stages: int, stage: int, prefix: str, tmp_path: Path) -> None:
     skeleton = read_skeleton(config_of(FAMILIES["llama"]))
     published("llama", tmp_path)
-    read = {key: file for key, file in keys_of(tmp_path).items() if key.startswith("model.layers.1.")}
+    read = {key: f for key, f in keys_of(tmp_path).items() if key.startswith(tuple(prefix.split("|")))}
     others = set(keys_of(tmp_path).values()) - set(read.values())
-    assert others
+    assert read and others
     for file in others:
         (tmp_path / file).write_bytes(b"not a safetensors file")
-    cuts = cut_layers(skeleton, 3)
-    assert cuts[1] == range(1, 2)
-    span = build_span(skeleton, 1, 1, cuts, seed=5, device=CPU, weights=tmp_path)
-    assert span.stage_parameters[1].keys() == read.keys()
+    cuts = cut_layers(skeleton, stages)
+    span = build_span(skeleton, stage, stage, cuts, seed=5, device=CPU, weights=tmp_path)
+    assert span.stage_parameters[stage].keys() == read.keys()
     with pytest.raises(ModelError, match="a file of it cannot be read"):
         build_span(skeleton, 2, 2, cuts, seed=5, device=CPU, weights=tmp_path)
 
@@ -119,12 +126,12 @@ def under_the_name_of_the_head(tensors: dict[str, Tensor]) -> None:
 def test_names_of_older_files_are_understood(change: Any, tmp_path: Path) -> None:
     directory = one_file("gpt2", tmp_path, change)
     theta = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "whole").named_parameters())
-    whole = Chain(config_of(FAMILIES["gpt2"]), 1, weights=directory)
-    chain = Chain(config_of(FAMILIES["gpt2"]), 2, weights=directory)
-    assert all(torch.equal(parameter, theta[name]) for name, parameter in whole.theta().items())
-    assert all(torch.equal(parameter, theta[name]) for name, parameter in chain.theta().items())
-    copy = chain.tied_copy()
-    assert copy is not None and torch.equal(copy, theta["transformer.wte.weight"])
+    for stages in (1, 2, 5):
+        chain = Chain(config_of(FAMILIES["gpt2"]), stages, weights=directory)
+        assert all(torch.equal(parameter, theta[name]) for name, parameter in chain.theta().items())
+        copy = chain.tied_copy()
+        assert (copy is None) == (stages == 1)
+        assert copy is None or torch.equal(copy, theta["transformer.wte.weight"])
 
 
 def lack(tensors: dict[str, Tensor]) -> None:

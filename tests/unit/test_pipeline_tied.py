@@ -1,4 +1,5 @@
-"""Families over real processes: inner steps, outer steps, a resume; ends of a tied embedding stay equal."""
+"""Families over real processes: inner steps, outer steps, a resume from a checkpoint, also where embedding
+and head are ranks without a layer; ends of a tied embedding stay equal."""
 
 import json
 import os
@@ -40,16 +41,17 @@ def over_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 @pytest.mark.parametrize("family", OVER_RANKS)
 def test_three_ranks_train_like_one_through_outer_steps_and_a_resume(
-    family: str, over_ranks: list[dict[str, Any]]
+    family: str, over_ranks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     losses = [of_rank[family]["losses"] for of_rank in over_ranks]
     assert losses[0] == losses[1] == losses[2]
-    assert losses[0] == pytest.approx(train(family, 0, 1)["losses"], rel=1e-5)
+    assert losses[0] == pytest.approx(train(family, 0, 1, tmp_path)["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", sorted(TIED))
 def test_both_ends_of_a_tied_embedding_stay_equal_in_bits(
     family: str, over_ranks: list[dict[str, Any]]
 ) -> None:
+    """Field report G4."""
     for of_rank in over_ranks:
         assert of_rank[family]["equal"] == [True] * 6

@@ -77,8 +77,9 @@ ELSEWHERE = (
 """What a step beside a checkpoint does not hold."""
 
 
-def spec_of(bits: int = 4, model: str = "llama", *, tied: bool = True) -> RunSpec:
-    return parse_run(TEXT.format(bits=bits, model=model, tied=str(tied).lower()))
+def spec_of(bits: int = 4, model: str = "llama", *, tied: bool = True, cut: tuple[int, ...] = ()) -> RunSpec:
+    spec = parse_run(TEXT.format(bits=bits, model=model, tied=str(tied).lower()))
+    return replace(spec, model=replace(spec.model, cut=cut))
 
 
 def span_of(spec: RunSpec, rank: int, ranks: int, device: torch.device = CPU) -> Span:
@@ -100,12 +101,22 @@ def total(tensors: Iterable[Tensor]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("bits", "rank", "ranks", "adamw_bits"), [(4, 0, 1, 32), (32, 0, 2, 32), (64, 1, 2, 32), (4, 1, 2, 8)]
+    ("bits", "rank", "ranks", "adamw_bits", "cut"),
+    [
+        (4, 0, 1, 32, ()),
+        (32, 0, 2, 32, ()),
+        (64, 1, 2, 32, ()),
+        (4, 1, 2, 8, ()),
+        (4, 0, 2, 32, (0, 4)),
+        (4, 1, 2, 32, (4, 0)),
+    ],
 )
-def test_state_is_what_the_real_objects_hold(bits: int, rank: int, ranks: int, adamw_bits: int) -> None:
+def test_state_is_what_the_real_objects_hold(
+    bits: int, rank: int, ranks: int, adamw_bits: int, cut: tuple[int, ...]
+) -> None:
     if adamw_bits == 8:
         pytest.importorskip("bitsandbytes")
-    spec, cluster = spec_of(bits), Cluster(ranks, "cpu", adamw_bits=adamw_bits)
+    spec, cluster = spec_of(bits, cut=cut), Cluster(ranks, "cpu", adamw_bits=adamw_bits)
     planned = rank_memory(spec, PlannedModel(spec), cluster, rank, clusters=4)
     span = span_of(spec, rank, ranks)
     owned = {n: p for parameters in span.stage_parameters.values() for n, p in parameters.items()}
@@ -184,13 +195,22 @@ def test_averaging_is_what_a_reducer_holds(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "rank", "ranks", "bf16"),
-    [("llama", 0, 2, False), ("llama", 1, 2, True), ("llama", 0, 1, True), ("mixtral", 0, 2, False)],
+    ("model", "rank", "ranks", "bf16", "cut"),
+    [
+        ("llama", 0, 2, False, ()),
+        ("llama", 1, 2, True, ()),
+        ("llama", 0, 1, True, ()),
+        ("mixtral", 0, 2, False, ()),
+        ("llama", 0, 2, False, (0, 4)),
+        ("llama", 1, 2, True, (4, 0)),
+    ],
 )
-def test_activations_are_what_autograd_saves(model: str, rank: int, ranks: int, bf16: bool) -> None:
+def test_activations_are_what_autograd_saves(
+    model: str, rank: int, ranks: int, bf16: bool, cut: tuple[int, ...]
+) -> None:
     """Counted without values, against the storages that a real forward leaves for its backward, and the
     output, which torch's schedules keep."""
-    spec = spec_of(model=model, tied=False)
+    spec = spec_of(model=model, tied=False, cut=cut)
     dtype = torch.bfloat16 if bf16 else None
     counted = span_of(spec, rank, ranks, torch.device("meta"))
     counted.module.autocast_dtype = dtype
