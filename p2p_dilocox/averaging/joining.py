@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from p2p_dilocox.averaging.company import Company, outranks
+from p2p_dilocox.averaging.company import Company, Progress, outranks
 from p2p_dilocox.averaging.states import best_state, check_offer
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.messages import Ask, Message, RankAddress, Result, Standing, StateOffer
@@ -43,7 +43,7 @@ class Plan(Message, frozen=True, kw_only=True):
 
 async def make_plan(company: Company, needed: int, avoid: Collection[str] = ()) -> Plan:
     """Look at the swarm once. The cluster with the most committed outer steps decides where the run is, among
-    those that prove it with the votes of more than half as many members as any other has.
+    those that prove it with the votes of half as many members as any other has that is not behind us.
 
     By looking we are seen: once our state is a recent one, the others' next round waits for us.
     needed: clusters to wait for. avoid: who did not have the rounds that it proved.
@@ -56,7 +56,10 @@ async def make_plan(company: Company, needed: int, avoid: Collection[str] = ()) 
     votes = dict(
         zip(further, await asyncio.gather(*(company.voters(known[c]) for c in further)), strict=True)
     )
-    trusted = [c for c in further if votes[c] and 2 * votes[c] >= max(votes.values())]
+    # How many were in a round that we have been past says nothing about those who went on without us.
+    past = [c for c in further if _is_behind(known[c], ours)]
+    most = max((votes[c] for c in further if c not in past), default=0)
+    trusted = [c for c in further if votes[c] and 2 * votes[c] >= most]
     if trusted:
         # Of those that are equally far a cluster that trains: it says where it is in its outer step.
         furthest = max(trusted, key=lambda c: (known[c].committed_t, c in standings, c))
@@ -96,6 +99,12 @@ async def make_plan(company: Company, needed: int, avoid: Collection[str] = ()) 
     if present < needed:
         return Plan(action="wait", detail=f"{present}/{needed} clusters")
     return Plan(action="start")
+
+
+def _is_behind(standing: Standing, ours: Progress) -> bool:
+    """On our own way."""
+    t = standing.committed_t
+    return t < ours.committed_t and ours.lineages.get(t) == standing.lineage
 
 
 async def _parted(company: Company, sources: list[str]) -> bool:

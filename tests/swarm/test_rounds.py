@@ -312,6 +312,22 @@ def test_a_joiner_does_not_believe_a_cluster_that_claims_to_be_far_ahead(swarm: 
         assert not company.progress.astray
 
 
+def test_who_comes_back_follows_the_one_that_went_on_alone_whoever_else_is_back(swarm: MakeSwarm) -> None:
+    """R3: the last of three has one vote for its last round; one that was killed earlier proves an older one
+    with three."""
+    net = swarm(spec_text("fedavg", min_clusters=3, more=LOSSLESS))
+    last, second, first = net.join(), net.join(), net.join()
+    in_step(net, [last, second, first], 1)
+    for t, gone, left in ((2, first, [last, second]), (3, second, [last])):
+        gone.lead.progress.state = "paused"
+        gone.ranks[0].network.call(gone.lead.company.announce(), 20)
+        in_step(net, left, t)
+    for cluster in (second, first):
+        plan = cluster.ranks[0].network.call(make_plan(cluster.lead.company, 1), 20)
+        assert plan.action == "follow"
+        assert plan.standing is not None and plan.standing.committed_t == 3
+
+
 def test_a_coordinator_that_is_late_itself_does_not_take_itself_for_dead(swarm: MakeSwarm) -> None:
     net = swarm(spec_text("fedavg", min_clusters=2, more=LOSSLESS))
     clusters = [net.join(), net.join()]
