@@ -59,6 +59,7 @@ class Progress:
     lineage: str = ""
     members: list[str] = field(default_factory=list)
     in_flight: int = 0
+    follows: int = 0  # the outer step of a round that this cluster came too late for
     state: str = "joining"
     loss: float = 0.0
     tokens_per_s: float = 0.0
@@ -140,7 +141,7 @@ class Company:
         p = self.progress
         return Standing(
             cluster_id=self.me, t=p.t, h=p.h, committed_t=p.committed_t, lineage=p.lineage, members=p.members,
-            in_flight=p.in_flight,
+            in_flight=p.in_flight, follows=p.follows,
         )  # fmt: skip
 
     def coordinators(self) -> list[str]:

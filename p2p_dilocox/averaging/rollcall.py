@@ -261,7 +261,7 @@ class RollCalls:
             except TimeoutError:
                 standings = await asyncio.gather(*(self.standing_of(c) for c in missing))
                 where = dict(zip(missing, standings, strict=True))
-                dead.update(c for c, standing in where.items() if standing is None)
+                dead.update(c for c, s in where.items() if s is None or s.follows >= key[0])
                 past = [c for c, standing in where.items() if standing is not None and standing.t >= key[0]]
                 if past and await self._is_over(key[0], past, len(expected), roll):
                     # To commit it again without them would part the run in two.

@@ -108,6 +108,7 @@ class Rounds:
     def follow(self, t: int) -> Round:
         """Wait for the round of outer step t, which started before we were here."""
         deadline = Deadline(self._timeouts.round_s)
+        self._progress.follows = t
         return self._launch(t, self._follow(t, deadline, self.service.traffic.received))
 
     def adopt(self, results: list[Result], donor: list[RankAddress], limit_s: float) -> Round:
@@ -131,7 +132,7 @@ class Rounds:
                 why = str(error) or f"{type(error).__name__} after {limit_s:.0f} s at most"
                 return Outcome(t, reason=why, failed=True, drifted=isinstance(error, DriftedError))
             finally:
-                self._progress.in_flight = 0
+                self._progress.in_flight = self._progress.follows = 0
 
         return Round(t, asyncio.run_coroutine_threadsafe(bounded(), self._loop))
 

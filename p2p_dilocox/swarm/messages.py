@@ -281,13 +281,13 @@ class Follow(Message, frozen=True, kw_only=True):
     failed: Reason = ""
 
 
-class Standing(Message, frozen=True, kw_only=True):
+class Standing(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Where a cluster stands: outer step `t` is over, `committed_t` was the last that was committed, `h`
     inner steps
     are done since the last boundary.
 
     `members`: of the last committed round. `in_flight`: the outer
-    step of the round on the wire, 0 if there is none.
+    step of the round on the wire, 0 if there is none. `follows`: of the round it waits for and is not in.
     """
 
     cluster_id: ClusterId
@@ -297,6 +297,7 @@ class Standing(Message, frozen=True, kw_only=True):
     lineage: Digest
     members: Annotated[list[ClusterId], msgspec.Meta(max_length=256)]
     in_flight: Count
+    follows: Count = 0
 
 
 class StateClaim(Message, frozen=True, kw_only=True):

@@ -44,8 +44,10 @@ def gate(*allowed: str) -> Gate:
     return Gate(KEYS[0], "run", PEER, allowed)
 
 
-def standing(cluster: str, t: int) -> Standing:
-    return Standing(cluster_id=cluster, t=t, h=0, committed_t=t, lineage=LINEAGE, members=[], in_flight=0)
+def standing(cluster: str, t: int, follows: int = 0) -> Standing:
+    return Standing(
+        cluster_id=cluster, t=t, h=0, committed_t=t, lineage=LINEAGE, members=[], in_flight=0, follows=follows
+    )
 
 
 def coordinator(
@@ -59,6 +61,7 @@ def coordinator(
     norms: Sequence[float] = (),
     proofs: dict[str, str] | None = None,
     quorum: int = 1,
+    follows: dict[str, int] | None = None,
 ) -> RollCalls:
     """standings: the outer steps that clusters which answer are past. norms: of the last round. proofs: the
     lineage before the outer step in question, of clusters that can prove that they committed it.
@@ -67,7 +70,9 @@ def coordinator(
     cap.remember(norms)
 
     async def standing_of(cluster: str) -> Standing | None:
-        return standing(cluster, standings[cluster]) if cluster in standings else None
+        if cluster not in standings:
+            return None
+        return standing(cluster, standings[cluster], (follows or {}).get(cluster, 0))
 
     async def parent_of(cluster: str, t: int) -> str:
         return (proofs or {}).get(cluster, "")
@@ -122,6 +127,12 @@ def test_the_dead_are_not_waited_for() -> None:
 def test_a_slow_cluster_is_waited_for_until_the_deadline_and_no_longer() -> None:
     calls = coordinator([ME, OTHERS[0]], {OTHERS[0]: 0})
     assert members_after(calls, ready(KEYS[0])) == [ME]
+
+
+def test_who_has_come_in_too_late_for_a_round_and_follows_it_is_not_waited_for() -> None:
+    follows = {OTHERS[1]: 1}
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0), round_s=1000.0, follows=follows)
+    assert members_after(calls, ready(KEYS[0]), ready(KEYS[1])) == [ME, OTHERS[0]]
 
 
 def test_a_step_that_another_cluster_proves_to_have_committed_is_not_committed_again() -> None:
