@@ -1,5 +1,6 @@
 """The rules V1 to V5 of a run, checked over histories of its clusters. Pure: lines in, violations out."""
 
+import heapq
 import json
 import math
 from collections import defaultdict
@@ -18,12 +19,14 @@ FOLLOWED = 2.0  # a cluster that follows a round waits for the others' deadline 
 
 
 def read_history(paths: Iterable[Path]) -> list[Line]:
-    """All lines of some history files, in the order of each. Raises DataError for a line that is none.
+    """All lines of some history files, in the order of each and oldest first: a cluster that comes back with
+    another number of processes has a stage in another file. Raises DataError for a line that is none.
 
     A last line without an end is what a killed rank left: it is not looked at.
     """
-    lines: list[Line] = []
+    files: list[list[Line]] = []
     for path in paths:
+        files.append([])
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -34,8 +37,8 @@ def read_history(paths: Iterable[Path]) -> list[Line]:
                 _ = record["run"], record["cluster"], record["stage"], record["t"], record["decision"]
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{path} line {number} is no line of a history: {error!r}") from error
-            lines.append(record)
-    return lines
+            files[-1].append(record)
+    return list(heapq.merge(*files, key=lambda line: line.get("time", 0.0)))
 
 
 def check_history(lines: list[Line]) -> list[str]:

@@ -98,3 +98,13 @@ def test_what_was_usual_before_a_restart_is_read_from_the_history(tmp_path: Path
     again = History(path, "run", "a" * 16, [0, 1], 9.0)
     assert again.norms() == [[2.0], [3.0, 4.0]]
     again.close()
+
+
+def test_a_cluster_that_comes_back_with_fewer_processes_has_broken_no_rule(tmp_path: Path) -> None:
+    lines = {
+        "rank0": [*(line(t, time=t) for t in (1, 2, 3)), line(3, stage=1, time=3.0)],
+        "rank1": [line(t, stage=1, time=t + 0.1) for t in (1, 2)],
+    }
+    for name, of_rank in lines.items():
+        (tmp_path / name).write_text("".join(json.dumps(each) + "\n" for each in of_rank))
+    assert check_history(read_history(tmp_path / name for name in lines)) == []
