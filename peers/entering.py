@@ -17,7 +17,7 @@ from p2p_dilocox.averaging.lead import Lead
 from p2p_dilocox.averaging.snapshot import snapshot_bytes
 from p2p_dilocox.checkpoint.resume import load_stages
 from p2p_dilocox.checkpoint.store import names_of_stages
-from p2p_dilocox.errors import ClusterError, DilocoxError, NotTrustedError
+from p2p_dilocox.errors import ClusterError, DilocoxError, NotTrustedError, UnreachableError
 from p2p_dilocox.events import Warned
 from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step
 from p2p_dilocox.swarm.loop import NetworkThread
@@ -185,6 +185,8 @@ def _download(spec: RunSpec, rank: Rank, plan: Plan, network: NetworkThread, sta
         rank.report(Warned(rank=0, message=message))
 
     def show(received: int, total: int) -> None:
+        if rank.wish.value >= Wish.LEAVE:
+            raise UnreachableError("told to leave")
         if (part := received / total) - shown[0] > 0.05 or part == 1.0:
             shown[0] = part
             where = f"{len(donors)} donors" if len(donors) > 1 else donors[0].name

@@ -7,6 +7,7 @@ shared memory and no fork order, and only one child: the p2pd daemon, which dies
 
 import asyncio
 import contextlib
+import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from p2p_dilocox.swarm.signed import SignedRun
 __all__ = ["Node"]
 
 _DHT_S = 10.0
+_TRIES = 3
 
 
 class Node:
@@ -157,20 +159,22 @@ class Node:
         """Store the run spec for RUN_LIFE_S seconds; whoever holds it may refresh it."""
         return bool(await self.dht.store(run_key(self.run_id), signed.pack(), get_dht_time() + RUN_LIFE_S))
 
-    async def fetch_run(self, timeout_s: float = 20.0) -> SignedRun:
-        """The signed run spec; the caller verifies it. Raises UnreachableError if nobody has it in time."""
+    async def fetch_run(self, timeout_s: float = 4.0) -> SignedRun:
+        """The signed run spec; the caller verifies it. Raises UnreachableError if nobody has it after some
+        tries and timeout_s: who has it says so at once."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while True:
+        for number in itertools.count(1):
             with contextlib.suppress(asyncio.TimeoutError):
                 found = await within(self.dht.get(run_key(self.run_id), latest=True), _DHT_S)
                 if found is not None:
                     return SignedRun.from_bytes(found.value)
-            if asyncio.get_running_loop().time() > deadline:
-                raise UnreachableError(
-                    f"nobody in the swarm has the spec of run {self.run_id!r} ({timeout_s:.0f} s). "
-                    "Is the link for another run?"
-                )
+            if number >= _TRIES and asyncio.get_running_loop().time() > deadline:
+                break
             await asyncio.sleep(0.5)
+        raise UnreachableError(
+            f"nobody in the swarm has the spec of run {self.run_id!r} (asked {number} times). "
+            "Is the link for another run?"
+        )
 
     async def publish_presence(
         self, key: SigningKey, presence: Presence, life_s: float = PRESENCE_LIFE_S
