@@ -30,7 +30,9 @@ __all__ = ["Cluster", "Host", "cluster_name", "run_demo", "train_clusters"]
 
 _MARKER = ".made-by-dilocox-demo"
 _LINK_S = 90.0
-_SILENCE_S = 180.0  # a cluster that reports nothing for so long has failed
+_SILENCE_S = 180.0  # a cluster that reports nothing for so long has failed,
+_PATIENCE = 5  # or for so many deadlines: its own last one, of its ranks for each other, is four of them
+_MOST_PAUSE_S = 5.0  # between two looks, while this machine runs
 _END_S = 12.0  # a program that was told to end gets this long; each promises 10 s
 _TICK_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -97,8 +99,9 @@ class Cluster:
             run_id=spec.run.id, cluster_id="", name=name, recipe=spec.run.recipe,
             num_ranks=num_ranks, outer_steps=spec.run.outer_steps,
         )  # fmt: skip
-        self._offset = 0
-        self._heard = time.monotonic()
+        self._offset, self._silent_s = 0, 0.0
+        self._limit_s = max(_SILENCE_S, _PATIENCE * spec.deadlines.round_s)
+        self._looked = time.monotonic()
 
     def follow(self, display: Display) -> None:
         """Take the whole lines that its events.jsonl has grown by. ClusterError after a long silence."""
@@ -111,11 +114,14 @@ class Cluster:
         for line in whole.splitlines():
             event = event_from_dict(json.loads(line))
             display.event(self.progress, event, self.progress.add(event))
+        # A machine that slept, or was stopped with all programs on it, jumps: nobody was silent meanwhile.
+        self._silent_s += min(time.monotonic() - self._looked, _MOST_PAUSE_S)
+        self._looked = time.monotonic()
         if whole:
-            self._heard = time.monotonic()
-        elif time.monotonic() > self._heard + _SILENCE_S and self.program.process.poll() is None:
+            self._silent_s = 0.0
+        elif self._silent_s > self._limit_s and self.program.process.poll() is None:
             logs = self.state / "logs"
-            raise ClusterError(f"{self.progress.name} reports nothing for {_SILENCE_S:.0f} s. See {logs}.")
+            raise ClusterError(f"{self.progress.name} reports nothing for {self._limit_s:.0f} s. See {logs}.")
 
 
 def cluster_name(number: int) -> str:
