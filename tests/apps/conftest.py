@@ -7,8 +7,9 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -59,14 +60,22 @@ def command(name: str) -> click.Group:
 class Program:
     """`name` with arguments as a process; its output, both streams in one, is kept in `output`."""
 
-    def __init__(self, name: str, *arguments: str | Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        *arguments: str | Path,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        """prefix: what is put before the command. environment: added to ours."""
         self.output = ""
         self.process = subprocess.Popen(
-            [Path(sys.executable).with_name(name), *arguments],
+            [*prefix, Path(sys.executable).with_name(name), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, **environment},
             preexec_fn=die_with_parent,
         )
 
@@ -86,6 +95,13 @@ class Program:
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9, its workers and their p2pd too, as when a machine loses power."""
+        for pid in [*self.descendants(), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait()
 
     def descendants(self) -> dict[int, list[str]]:
         """Command lines of all living children and their children, by pid."""
@@ -141,8 +157,8 @@ def start() -> Iterator[Callable[..., Program]]:
     """Starts programs and ends them with the test, whatever became of it."""
     programs: list[Program] = []
 
-    def start_one(name: str, *arguments: str | Path) -> Program:
-        programs.append(Program(name, *arguments))
+    def start_one(name: str, *arguments: str | Path, **options: Any) -> Program:
+        programs.append(Program(name, *arguments, **options))
         return programs[-1]
 
     yield start_one

@@ -119,6 +119,7 @@ def test_a_link_prefers_addresses_that_others_can_dial() -> None:
 
 
 def test_a_link_that_others_cannot_use_comes_with_a_warning() -> None:
+    """Field report A11."""
     assert "this machine only" in addresses.reach_warning(["/ip4/127.0.0.1/tcp/5"])
     assert "this network only" in addresses.reach_warning(["/ip4/192.168.1.7/tcp/5"])
     assert addresses.reach_warning(["/ip4/192.168.1.7/tcp/5", "/ip4/8.8.8.8/tcp/5"]) is None

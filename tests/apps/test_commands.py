@@ -178,6 +178,7 @@ def test_validate_names_every_mistake_with_its_line(run_file: Path) -> None:
     ],
 )
 def test_a_bad_link_is_named_with_a_good_example(tmp_path: Path, link: str, words: str) -> None:
+    """Field report A8."""
     for result in (peer("join", link, "--state-dir", tmp_path / "state"), peer("status", link)):
         assert result.exit_code == 2
         assert words in result.stderr
@@ -207,6 +208,7 @@ def test_a_bad_link_is_named_with_a_good_example(tmp_path: Path, link: str, word
 def test_a_bad_option_is_refused_before_anything_starts(
     tmp_path: Path, arguments: list[str], words: str
 ) -> None:
+    """Field report A7: port 0 in what is announced."""
     link = f"dilocox://tiny?key={KEY}&peer={GOOD_PEER}"
     result = peer("join", link, "--state-dir", tmp_path / "state", *arguments)
     assert result.exit_code == 2
@@ -252,21 +254,28 @@ def test_a_directory_without_a_cluster_has_no_status_and_nothing_to_leave(tmp_pa
 def test_serve_refuses_a_bad_address_and_leaves_no_trace(
     tmp_path: Path, run_file: Path, option: str, address: str, words: str
 ) -> None:
+    """Field reports A7, A8."""
     result = bootstrap("serve", "--run", run_file, "--state-dir", tmp_path / "state", option, address)
     assert result.exit_code == 2
     assert words in result.stderr
     assert not (tmp_path / "state").exists()
 
 
-def test_serve_names_the_port_that_is_in_use(tmp_path: Path, run_file: Path) -> None:
+def test_a_port_that_is_in_use_is_named_with_its_owner(tmp_path: Path, run_file: Path) -> None:
+    """R19, field report G7."""
+    link, state = f"dilocox://tiny?key={KEY}&peer={GOOD_PEER}", tmp_path / "state"
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         listen = f"/ip4/127.0.0.1/tcp/{port}"
-        result = bootstrap("serve", "--run", run_file, "--state-dir", tmp_path / "state", "--listen", listen)
-    assert result.exit_code == 2
-    assert f"port {port} is in use by process {os.getpid()} (" in result.stderr  # field report G7
+        refused = [
+            bootstrap("serve", "--run", run_file, "--state-dir", state, "--listen", listen),
+            peer("join", link, "--state-dir", state, "--listen", listen),
+        ]
+    for result in refused:
+        assert result.exit_code == 2
+        assert f"port {port} is in use by process {os.getpid()} (" in result.stderr
 
 
 def test_a_demo_that_would_wait_for_ever_is_refused(tmp_path: Path, run_file: Path) -> None:

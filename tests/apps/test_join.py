@@ -21,7 +21,7 @@ from p2p_dilocox.swarm.link import JoinLink
 from p2p_dilocox.swarm.messages import Presence, RankAddress
 from p2p_dilocox.swarm.node import Node
 
-from .conftest import LOOPBACK, Program, wait_for_end
+from .conftest import LOOPBACK, RUN, Program, wait_for_end
 
 pytestmark = pytest.mark.swarm
 Start = Callable[..., Program]
@@ -77,24 +77,6 @@ def test_a_cluster_shows_its_status_and_leaves_when_asked(
     assert (tmp_path / "model" / "config.json").exists()
 
 
-def test_ctrl_c_leaves_at_once_and_ends_with_130(endless_run: str, tmp_path: Path, start: Start) -> None:
-    cluster = join(start, endless_run, tmp_path / "state")
-    pids = list(cluster.descendants())
-    cluster.send(signal.SIGINT)
-    assert cluster.wait(timeout_s=10) == 130
-    assert "leaving" in cluster.output
-    assert wait_for_end(pids, 0) == []
-    assert not (tmp_path / "state" / "control.sock").exists()
-
-
-def test_no_process_survives_a_killed_supervisor(endless_run: str, tmp_path: Path, start: Start) -> None:
-    cluster = join(start, endless_run, tmp_path / "state")
-    descendants = cluster.descendants()
-    assert len([line for line in descendants.values() if "p2pd" in line[0]]) == 2
-    cluster.process.kill()
-    assert wait_for_end(list(descendants), 5.0) == []
-
-
 def test_a_second_ctrl_c_kills_a_rank_that_does_not_hear(
     endless_run: str, tmp_path: Path, start: Start
 ) -> None:
@@ -107,6 +89,25 @@ def test_a_second_ctrl_c_kills_a_rank_that_does_not_hear(
     cluster.send(signal.SIGINT)
     assert cluster.wait(timeout_s=5) == 130
     assert wait_for_end(list(descendants), 0) == []
+
+
+def test_a_state_directory_of_another_spec_is_refused_with_what_differs(
+    endless_run: str, tmp_path: Path
+) -> None:
+    """S5, field report B12."""
+    text = RUN.format(outer_steps=1_000_000, H=2).replace("hidden_size = 32", "hidden_size = 64")
+    text = text.replace("lowrank = 4", "lowrank = 8\nbits = 8\ngroup = 32")
+    (tmp_path / "run.toml").write_text(text)
+    refused = peer("join", endless_run, "--state-dir", tmp_path)
+    assert refused.returncode == 5
+    for key, there, here in (
+        ("model.config.hidden_size", 64, 32),
+        ("compression.lowrank", 8, 4),
+        ("compression.bits", 8, 4),
+        ("compression.group", 32, 64),
+    ):
+        assert f"{key} is {there} there and {here} here" in refused.stderr
+    assert (tmp_path / "run.toml").read_text() == text
 
 
 def test_wrong_devices_are_refused_once_the_spec_is_known(endless_run: str, tmp_path: Path) -> None:
@@ -159,6 +160,7 @@ def test_a_machine_whose_clock_is_off_is_told_by_how_much(
 def test_a_signal_ends_it_while_the_bootstrap_node_gives_no_answer(
     endless_run: str, tmp_path: Path, start: Start, number: signal.Signals, status: int
 ) -> None:
+    """R12."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = endless_run.split("/tcp/")[1].split("/")[0]
         link = endless_run.replace(f"/tcp/{port}/", f"/tcp/{silent.getsockname()[1]}/")
@@ -194,7 +196,7 @@ def test_a_cluster_behind_nat_averages_with_one_that_can_be_dialled(
 def test_of_two_machines_with_one_identity_the_second_has_to_go(
     endless_run: str, tmp_path: Path, start: Start
 ) -> None:
-    """Field report I3."""
+    """S8, field report I3."""
     first = join(start, endless_run, tmp_path / "first", devices="cpu:1")
     copy = tmp_path / "copy"
     copy.mkdir(mode=0o700)

@@ -1,6 +1,8 @@
 """The DHT of a run: what its nodes store, whom they believe, and what a wrong address says."""
 
 import asyncio
+import os
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from p2p_dilocox.swarm.signed import SignedRun, sign_run
 
 ORGANISER = SigningKey.generate()
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+SWARMS = int(os.environ.get("NODE_SWARMS", "3"))  # of which each takes a second; 20 in field report A1
 PEER = "12D3KooWKrsNNSqV8PpeGJM2CTxwQKz67SJQLUCiTahKMhgKLqb9"
 
 
@@ -102,6 +105,25 @@ def test_only_the_organiser_can_publish_the_run_and_only_keys_of_the_run_are_sto
     with_two_nodes(body)
 
 
+def test_a_link_for_another_run_says_so() -> None:
+    """S5."""
+
+    async def run() -> None:
+        there = await Node.start(run_id="run", organiser=ORGANISER.public, host_maddrs=LOOPBACK)
+        visitor = await Node.start(
+            run_id="other", organiser=ORGANISER.public, initial_peers=await there.maddrs(), client_mode=True
+        )
+        try:
+            assert await there.publish_run(sign_run(ORGANISER, "run", "the spec"))
+            with pytest.raises(UnreachableError, match="spec of run 'other'.*for another run"):
+                await visitor.fetch_run(timeout_s=0.1)
+        finally:
+            await visitor.close()
+            await there.close()
+
+    asyncio.run(run())
+
+
 def test_a_run_signed_by_another_key_is_not_trusted() -> None:
     signed = sign_run(ORGANISER, "run", "text")
     assert signed.verify(ORGANISER.public) == "text"
@@ -117,16 +139,21 @@ def test_a_run_signed_by_another_key_is_not_trusted() -> None:
     [
         ("/ip4/127.0.0.1/tcp/1/p2p/{id}", "nobody listens on that port"),
         ("{maddr}/p2p/" + PEER, "another peer answers there"),
+        ("/ip4/127.0.0.1/tcp/{silent}/p2p/{id}", "no answer within 1 s"),
     ],
 )
-def test_each_kind_of_dead_address_has_its_own_sentence(peer: str, sentence: str) -> None:
+def test_each_kind_of_dead_address_has_its_own_sentence(
+    peer: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Field report A15."""
+    monkeypatch.setattr("p2p_dilocox.swarm.dialling.DIAL_S", 1.0)
 
     async def run() -> None:
         there = await Node.start(run_id="run", organiser=ORGANISER.public, host_maddrs=LOOPBACK)
         try:
             maddr = (await there.maddrs())[0].split("/p2p/")[0]
-            address = peer.format(id=there.peer_id, maddr=maddr)
+            port = silent.getsockname()[1]
+            address = peer.format(id=there.peer_id, maddr=maddr, silent=port)
             with pytest.raises(UnreachableError, match=sentence):
                 await Node.start(
                     run_id="run", organiser=ORGANISER.public, initial_peers=[address], client_mode=True
@@ -141,7 +168,37 @@ def test_each_kind_of_dead_address_has_its_own_sentence(peer: str, sentence: str
         finally:
             await there.close()
 
-    asyncio.run(run())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asyncio.run(run())
+
+
+def test_peers_that_start_at_the_same_moment_are_one_swarm() -> None:
+    """Field report A1: hivemind's own programs made two swarms of two."""
+
+    async def run() -> None:
+        first = await Node.start(run_id="run", organiser=ORGANISER.public, host_maddrs=LOOPBACK)
+        link = await first.maddrs()
+
+        async def start() -> Node:
+            return await Node.start(
+                run_id="run", organiser=ORGANISER.public, initial_peers=link, host_maddrs=LOOPBACK
+            )
+
+        nodes = await asyncio.gather(*(start() for _ in range(4)))
+        keys = [SigningKey.generate() for _ in nodes]
+        ids = {key.cluster_id for key in keys}
+
+        async def meet(node: Node, key: SigningKey) -> None:
+            while set(await node.clusters()) != ids:
+                await node.publish_presence(key, presence(key))  # what the next heartbeat does
+
+        try:
+            await within(asyncio.gather(*map(meet, nodes, keys)), 10.0)
+        finally:
+            await asyncio.gather(*(node.close() for node in (*nodes, first)))
+
+    for _ in range(SWARMS):
+        asyncio.run(run())
 
 
 def test_a_signature_says_for_whom_of_what_kind_and_in_which_run(tmp_path: Path) -> None:

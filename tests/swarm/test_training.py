@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from p2p_dilocox.checkpoint.resume import newest
-from p2p_dilocox.errors import DriftedError
+from p2p_dilocox.errors import DriftedError, NotTrustedError
 from p2p_dilocox.events import (
     Checkpointed,
     CheckpointFailed,
@@ -23,12 +24,14 @@ from p2p_dilocox.events import (
     InnerStep,
     Phase,
     RoundCommitted,
+    RoundDropped,
     ShardTrained,
     StepSkipped,
     Warned,
 )
 from p2p_dilocox.invariants import check_history, read_history
 from p2p_dilocox.pipeline import Pipeline
+from p2p_dilocox.swarm.clock import Clock
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.signed import spec_digest
 
@@ -201,6 +204,32 @@ def test_a_gradient_that_is_not_finite_costs_one_cluster_one_step_and_the_others
     with safe_open(saved.path / "rank0.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 (not a dict)
             assert torch.isfinite(file.get_tensor(name)).all(), name
+
+
+def test_a_clock_that_jumps_ends_its_cluster_and_the_other_misses_no_outer_step(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S10: it is a second ahead, which is fine, and an hour in the middle of the run."""
+    ahead = {"bad": 1.0}
+
+    def clock() -> Clock:
+        name = threading.current_thread().name
+        return Clock(lambda: time.time() + ahead.get(name, 0.0))
+
+    monkeypatch.setattr("p2p_dilocox.averaging.company.Clock", clock)
+    monkeypatch.setattr("p2p_dilocox.averaging.company._LOOK_AROUND_S", 0.2)
+    net = swarm(run_text(outer_steps=5000, min_clusters=2, more="[compression]\nlowrank = 8\n"))
+    good, bad = join(net, "good"), join(net, "bad")
+    bad.until(lambda e: isinstance(e, RoundCommitted) and e.t == 4)
+    ahead["bad"] = 3600.0
+    with pytest.raises(NotTrustedError, match=r"clock is (3600\.0|3599\.\d) s ahead"):
+        bad.finish()
+    good.until(lambda e: isinstance(e, RoundCommitted) and len(e.members) == 1)
+    good.wish.value = good.wish.LEAVE_NOW
+    good.finish()
+    committed = [e.t for e in good.events if isinstance(e, RoundCommitted)]
+    assert committed == list(range(1, len(committed) + 1))
+    assert not any(isinstance(e, RoundDropped) for e in good.events)
 
 
 @pytest.mark.parametrize(

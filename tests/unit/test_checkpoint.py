@@ -108,7 +108,8 @@ def test_what_is_saved_is_the_moment_of_the_call_though_training_goes_on(
 def test_a_rank_may_be_a_save_ahead_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saver: Saver
 ) -> None:
-    """Twice the same step, as when a pause comes right after a checkpoint: the second's files are its own."""
+    """Twice the same step, as when a pause comes right after a checkpoint: the second's files are its own.
+    Rank 0 waits for the other before there is a checkpoint (field report E10)."""
     go_on, ahead = threading.Event(), Saver(tmp_path)
 
     def slow(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> FileDigest:
@@ -124,6 +125,7 @@ def test_a_rank_may_be_a_save_ahead_of_another(
     saver.store.save(saver.rank)
     ahead.save()
     ahead.save()
+    assert newest(saver.checkpoints, SPEC_DIGEST) is None
     go_on.set()
     saver.store.wait()
     saver.save()
@@ -223,7 +225,7 @@ def test_200_of_200_flipped_bytes_are_found(two: Saver) -> None:
     "damage", ["cut", "empty", "zeroed", "a directory", "missing", "no manifest", "wrong run", "half"]
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(two: Saver, damage: str) -> None:
-    """Field report E3."""
+    """R17, field report E3."""
     step = two.checkpoints / "step-2"
     file = step / "stage1.safetensors"
     content = file.read_bytes()
@@ -261,6 +263,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(two: Saver,
 
 
 def test_unknown_files_do_no_harm_and_the_sums_are_those_of_sha256sum(two: Saver) -> None:
+    """Field report E3."""
     step = two.checkpoints / "step-2"
     (step / "notes.txt").write_text("mine")
     (two.checkpoints / "step-x").mkdir()
