@@ -37,7 +37,7 @@ def test_a_cut_link_costs_the_others_no_outer_step_and_the_cluster_behind_it_com
     start_crew: StartCrew, links: Links
 ) -> None:
     """R7: cut in the middle of a round. Both sides try two more rounds; the quorum decides which one commits.
-    Once the link is joined there is one history again, and the cluster is in its third round at the latest."""
+    Once the link is joined there is one history, and the cluster is in the third round at the latest."""
     crew = start(start_crew, links, FLOATS, clusters=3, quorum=2)
     *others, away = crew.clusters
     for cluster in crew.clusters:
