@@ -1,12 +1,13 @@
 """Clusters that die, freeze, lose their link, pause and come back, all the time: does the run notice?
 
-    python -m benchmarks.chaos [--faults 50] [--seconds 450] [--seed 1] [--json]
+    python -m benchmarks.chaos [--faults 50] [--seconds 450] [--seed 1] [--out DIR] [--json]
 
 Three clusters of `dilocox-peer join`, each a host of its own (network namespaces; without root all are on
 loopback, and no link is cut), train a small model twice: without a fault, and with faults drawn from the
 seed. One cluster at least is always left alone: when all are gone at once, nobody has the last outer step. At
 the end: rules broken in all histories, outer steps per second of both runs, their validation loss at equal
-tokens, memory and open files of a cluster. An hour of it: --faults 200 --seconds 1800.
+tokens, memory and open files of a cluster. --out keeps the state directories, to see what broke a rule. An
+hour of it: --faults 200 --seconds 1800.
 """
 
 import argparse
@@ -308,6 +309,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=450.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     reason = why_not()
@@ -316,7 +318,8 @@ def main() -> None:
         faults = options.faults if name == "chaos" else 0
         with contextlib.ExitStack() as stack:
             links = None if reason else stack.enter_context(Links(CLUSTERS + 1, "200mbit"))
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            directory = Path(options.out or stack.enter_context(tempfile.TemporaryDirectory())) / name
+            directory.mkdir(parents=True)
             plan = draw(options.seed, faults, options.seconds, links=links is not None)
             rows[name] = chaos(plan, options.seconds, directory, links)
     calm, struck = (rows[name]["losses"] for name in ("calm", "chaos"))

@@ -10,6 +10,7 @@ DilocoxError                 exit code 1
   DataError                  7   data or tokenizer do not fit the run
   ClusterError               8   a rank of this cluster failed
     DriftedError             8   its parameters are not those of the other clusters
+    LostError                8   it has lost track of the other clusters
   OutOfMemoryError          10   a rank of this cluster had not enough memory
 """
 
@@ -19,6 +20,7 @@ __all__ = [
     "DilocoxError",
     "DriftedError",
     "LinkError",
+    "LostError",
     "ModelError",
     "NotTrustedError",
     "OutOfMemoryError",
@@ -68,6 +70,10 @@ class ClusterError(DilocoxError):
 
 class DriftedError(ClusterError):
     pass
+
+
+class LostError(ClusterError):
+    """All ranks of a cluster raise it at once: they may look where the others are, and go on from there."""
 
 
 class OutOfMemoryError(DilocoxError):

@@ -4,8 +4,9 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from p2p_dilocox.averaging.outcome import Outcome
 from p2p_dilocox.line_file import LineFile
@@ -36,15 +37,28 @@ class History:
     def norms(self) -> list[list[float]]:
         """Of the members of the last rounds that this rank committed, before this start too (rule V5)."""
         found: list[list[float]] = []
+        for line in self._tail():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if line["decision"] == "committed" and line["stage"] == self._stages[0]:
+                    weighed = zip(line["norms"], line["weights"], strict=True)
+                    found.append([float(norm) for norm, weight in weighed if weight > 0])
+        return found
+
+    def last_dropped(self) -> int:
+        """The outer step of the last line, if that was dropped; 0 otherwise."""
+        last: dict[str, Any] = {}
+        for line in self._tail():
+            last = line
+        dropped = last.get("decision") == "dropped" and isinstance(last.get("t"), int)
+        return int(last["t"]) if dropped else 0
+
+    def _tail(self) -> Iterator[dict[str, Any]]:
         with self._path.open("rb") as file:
             file.seek(max(0, self._path.stat().st_size - _TAIL_BYTES))
             for text in file.read().split(b"\n"):
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    line = json.loads(text)
-                    if line["decision"] == "committed" and line["stage"] == self._stages[0]:
-                        weighed = zip(line["norms"], line["weights"], strict=True)
-                        found.append([float(norm) for norm, weight in weighed if weight > 0])
-        return found
+                with contextlib.suppress(ValueError):
+                    if isinstance(line := json.loads(text), dict):
+                        yield line
 
     def write(self, outcome: Outcome, lineage: str) -> None:
         """lineage: after the outcome's steps were applied."""

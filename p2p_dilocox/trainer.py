@@ -13,7 +13,7 @@ import torch
 
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.outcome import Outcome, OuterStep
-from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
+from p2p_dilocox.errors import ClusterError, DriftedError, LostError, NotTrustedError
 from p2p_dilocox.events import (
     Adapted,
     Evaluated,
@@ -49,7 +49,8 @@ def train(spec: RunSpec, rank: Rank) -> bool:
     """Run the outer steps from rank.t to the run's last. True if
     they are done, False if it was told to stop: `rank.wanted`.
 
-    Raises ClusterError if this cluster cannot go on from its state; it may come back and download another.
+    Raises LostError if this cluster has to look where the others are, ClusterError if they refuse it,
+    DriftedError if its parameters are others than theirs.
     """
     overlap, last, rank.wanted = Overlap(spec.overlap.mode), spec.run.outer_steps, Wish.STAY
     rank.H = inner_steps_of(spec, rank)
@@ -141,7 +142,7 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
         raise NotTrustedError(rank.progress.duplicate or "rank 0 found its identity in use elsewhere")
     if step.extra[1]:
         why = rank.progress.astray or "rank 0 found another history"
-        raise ClusterError(f"{why}. The cluster has to fetch the state of the others.")
+        raise LostError(f"{why}. The cluster looks where the others are.")
     # Summed over the ranks, so all of them stop after the same step.
     rank.wanted = max(wish for wish, ranks in enumerate(step.extra[3:]) if ranks)
     if rank.wanted in (Wish.PAUSE_NOW, Wish.LEAVE_NOW):
@@ -343,17 +344,17 @@ def offered(step: OuterStep, cluster_id: str) -> bool:
 
 
 def agree_in_cluster(rank: Rank, outcome: Outcome) -> None:
-    """All ranks of a cluster must see the same outcome, or the
-    cluster ends and comes back with a downloaded state."""
+    """All ranks of a cluster must see the same outcome, or none of them takes it."""
     last = outcome.steps[-1].t if outcome.steps else 0
-    flags = [float(outcome.failed), float(outcome.drifted), float(len(outcome.steps)), float(last)]
-    failed, drifted, steps, lasts = rank.pipeline.sum(flags)
+    flags = [outcome.failed, outcome.refused, outcome.drifted, len(outcome.steps), last]
+    failed, refused, drifted, steps, lasts = rank.pipeline.sum([float(flag) for flag in flags])
     ranks = rank.pipeline.num_ranks
     if failed or steps != ranks * len(outcome.steps) or lasts != ranks * last:
         why = outcome.reason or "another rank of this cluster has lost it"
-        raise (DriftedError if drifted else ClusterError)(
-            f"outer step {outcome.t}: {why}. The cluster has to fetch its state from another one."
-        )
+        message = f"outer step {outcome.t}: {why}"
+        if drifted or refused:
+            raise (DriftedError if drifted else ClusterError)(message)
+        raise LostError(f"{message}. The cluster looks where the others are.")
 
 
 def after_outer_step(spec: RunSpec, rank: Rank) -> None:

@@ -55,6 +55,7 @@ class Rank:
     wanted: int = Wish.STAY  # what the ranks agreed on at the last inner step
     skipped: int = 0  # inner steps whose loss or gradient was not finite
     dropped: int = 0  # rounds, in a row
+    lost_at: int = -1  # the last committed step when this cluster last looked where the others are
     alarm: ErrorAlarm = field(default_factory=ErrorAlarm)
     backlog: Backlog = field(default_factory=Backlog)
     share: DataShare | None = None  # None: random windows

@@ -21,7 +21,7 @@ from p2p_dilocox.errors import ClusterError, DilocoxError, NotTrustedError, Unre
 from p2p_dilocox.events import Warned
 from p2p_dilocox.runspec import RunSpec, tokens_per_outer_step
 from p2p_dilocox.swarm.loop import NetworkThread
-from p2p_dilocox.swarm.messages import unpack
+from p2p_dilocox.swarm.messages import StateOffer, unpack
 from p2p_dilocox.trainer import Rank, evaluate, inner_steps_of, take_outer_steps
 from p2p_dilocox.wish import Stop, Wish
 
@@ -87,8 +87,6 @@ def enter_run(
             )
         if plan.action != "download":
             rank.progress.state = "training"  # from here their rounds wait for us; look what began before
-    if downloads:  # so that it is there after a restart, and for others
-        rank.checkpoints.save(rank)
     _fall_in(spec, rank, plan)
     if rank.outer.t == 0:
         evaluate(spec, rank)
@@ -211,12 +209,22 @@ def _download(spec: RunSpec, rank: Rank, plan: Plan, network: NetworkThread, sta
             gate, weight_cap = rank.rounds.service.gate, float(tokens_per_outer_step(spec))
             roster = read_result(offer.result, spec.run.id, gate, weight_cap).roster
             rank.adapting.recall(roster.lowrank, roster.H)
-        rank.rounds.kept.forget_after(0)  # of another history, or older than this state
-        try:
-            rank.rounds.kept.remember(offer.t, offer.result, {})
-        except OSError as error:
-            message = f"the proof of outer step {offer.t} is not on disk: {error.strerror}"
-            rank.report(Warned(rank=rank.index, message=message))
+        _put_on_disk(rank, offer)
         rank.progress.move_to(rank.outer.t, rank.outer)
         for path in files.values():
             path.unlink(missing_ok=True)
+
+
+def _put_on_disk(rank: Rank, offer: StateOffer) -> None:
+    """Before a round follows from it. Who is killed earlier comes back to the state before, with its rounds;
+    without either it would take outer steps again that it has taken (rule V3)."""
+    kept = rank.rounds.kept
+    try:
+        kept.remember(offer.t, offer.result, {})
+    except OSError as error:
+        message = f"the proof of outer step {offer.t} is not on disk: {error.strerror}"
+        rank.report(Warned(rank=rank.index, message=message))
+    rank.checkpoints.wait()
+    rank.checkpoints.save(rank)
+    rank.checkpoints.wait()
+    kept.forget_but(offer.t)

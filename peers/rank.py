@@ -28,7 +28,7 @@ from p2p_dilocox.averaging.states import StateShelf
 from p2p_dilocox.checkpoint.store import CheckpointStore, names_of_stages
 from p2p_dilocox.data import Batches, load_tokens
 from p2p_dilocox.data_share import open_data_share
-from p2p_dilocox.errors import DriftedError
+from p2p_dilocox.errors import DriftedError, LostError
 from p2p_dilocox.events import Event, Finished, Phase, Warned
 from p2p_dilocox.gradient_sum import build_inner
 from p2p_dilocox.history import History
@@ -263,6 +263,13 @@ def _train(spec: RunSpec, rank: Rank, say: Callable[[str, str], None]) -> bool:
             aside = rank.checkpoints.set_aside()
             rank.report(Warned(rank=0, message=f"the checkpoints of drifted parameters are now in {aside}"))
         raise
+    except LostError as error:
+        if rank.lost_at == rank.outer.t:  # looking has not helped
+            raise
+        rank.lost_at, rank.pending, rank.progress.astray = rank.outer.t, None, ""
+        if rank.index == 0:
+            rank.report(Warned(rank=0, message=str(error)))
+        complete = False
     if complete:
         say("draining", "final evaluation and checkpoint")
         evaluate(spec, rank)

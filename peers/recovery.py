@@ -32,7 +32,11 @@ def recover(spec: RunSpec, rank: Rank, state: Path, spec_digest: str) -> None:
         pass
     rank.rounds.kept.forget_after(rank.outer.t)
     rank.progress.lineages = rank.rounds.kept.lineages(partial(_read, spec, rank))
-    rank.progress.move_to(rank.outer.t, rank.outer)
+    # Steps that were dropped before have left nothing else behind, but their numbers are used up (rule V3).
+    dropped = max(int(t) for t in rank.pipeline.gather(str(rank.history.last_dropped()).encode()))
+    if rank.t <= dropped:
+        rank.t, rank.h = dropped + 1, 0
+    rank.progress.move_to(rank.t - 1, rank.outer)
     if rank.index == 0 and (name or rank.outer.t):
         since = f" and {rank.outer.t - from_t} outer steps after it" if rank.outer.t > from_t else ""
         detail = (

@@ -135,6 +135,12 @@ class KeptRounds:
             if k > t:
                 shutil.rmtree(self._folder(k), ignore_errors=True)
 
+    def forget_but(self, t: int) -> None:
+        """The others belong to another history, or are older than a state that was fetched."""
+        for k in self._steps() if self._lead else ():
+            if k != t:
+                shutil.rmtree(self._folder(k), ignore_errors=True)
+
     def _size(self, t: int) -> int:
         return sum(file.stat().st_size for file in self._folder(t).glob("*"))
 

@@ -12,9 +12,9 @@ from p2p_dilocox.averaging.deadlines import Deadline
 from p2p_dilocox.averaging.exclusion import Grudges, NormCap, different_parts, left_out
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.rollcall import RollCalls, Roster, coordinator_order, read_call
-from p2p_dilocox.averaging.vote import Ballot
+from p2p_dilocox.averaging.vote import Ballot, over_all_stages
 from p2p_dilocox.errors import ClusterError, DriftedError, NotTrustedError
-from p2p_dilocox.lineage import combined_digest, part_digest
+from p2p_dilocox.lineage import combined_digest
 from p2p_dilocox.swarm.messages import (
     Ask,
     CallReply,
@@ -39,6 +39,7 @@ __all__ = ["Lead"]
 _MOST_AT_ONCE = 16  # rounds to catch up with: their averages are in memory until all are applied
 _BALLOTS_AHEAD = 3  # a cluster in step is never further ahead than the round in flight
 _MOST_ATTEMPTS = 16
+_SILENT = 2  # looks at which nobody answers who can be in a round
 _SURELY_REFUSED = 3
 _KEPT = 8  # outer steps whose attempts we remember
 _LOG = logging.getLogger(__name__)
@@ -125,13 +126,15 @@ class Lead:
         )  # fmt: skip
         sealed = seal(self.company.key, self.run_id, ready)
         reply = CallReply()
-        while not deadline.passed:
+        silence = Deadline(deadline.within(self.timeouts.roll_call_s))  # no roll call is open for longer
+        while not (deadline.passed or silence.passed):
             for coordinator in coordinator_order(self.company.coordinators(), t, attempt):
                 if coordinator in ready.without:
                     continue
                 answer = await self._offer(coordinator, sealed)
                 if answer is None:
                     continue
+                silence = Deadline(deadline.within(self.timeouts.roll_call_s))
                 if answer.redirect and answer.redirect != coordinator:
                     answer = await self._offer(answer.redirect, sealed) or CallReply()
                 if answer.refused or answer.drifted:
@@ -182,7 +185,7 @@ class Lead:
         reason = "; ".join(dict.fromkeys(entry.reasons))[:500]
         vote = Vote(
             cluster_id=self.me, t=t, attempt=attempt, call=roster.key, digest=digest, reason=reason,
-            accused=list(entry.accused), parts=_over_all_stages(entry.parts) if digest else [],
+            accused=list(entry.accused), parts=over_all_stages(entry.parts) if digest else [],
         )  # fmt: skip
         ballot = self._ballot(t, attempt)
         outcome = await ballot.decide(
@@ -222,11 +225,14 @@ class Lead:
         return self._followed[t]
 
     async def _follow(self, t: int, deadline: Deadline) -> Follow:
-        why = ""
-        while not deadline.passed:
+        why, silent = "", 0
+        while not deadline.passed and silent < _SILENT:
+            silent += 1
             for cluster in self.company.others():
                 standing = await self.company.standing_of(cluster)
                 if standing is None or standing.t < t:
+                    if standing is not None and standing.t == t - 1 and cluster in self.company.present:
+                        silent = 0
                     continue
                 ours = self.progress.committed_t, self.progress.lineage
                 try:
@@ -240,7 +246,7 @@ class Lead:
             if why:
                 return Follow(failed=why)
             await deadline.sleep(self.timeouts.poll_s)
-        return Follow(failed=f"nobody committed outer step {t} in time")
+        return Follow(failed=f"nobody committed outer step {t} in time, or answers who did")
 
     # --- service.Desk
 
@@ -392,9 +398,3 @@ class Lead:
             for key in [k for k in table if k[0] < t - _KEPT]:
                 del table[key]
         self._followed = {k: f for k, f in self._followed.items() if k >= t - _KEPT}
-
-
-def _over_all_stages(parts: dict[int, list[str]]) -> list[str]:
-    """Per member one digest of what came from it on all stages."""
-    by_member = zip(*(parts[stage] for stage in sorted(parts)), strict=True)
-    return [part_digest(digest.encode() for digest in of_member) for of_member in by_member]

@@ -46,6 +46,7 @@ class Outcome:
     received_bytes: int = 0
     attempts: int = 1
     failed: bool = False  # this cluster cannot go on from its state
+    refused: bool = False  # because the others refuse it
     drifted: bool = False  # because its anchor is not that of the others
     notes: list[str] = field(default_factory=list)  # who was left out and why
 

@@ -26,6 +26,7 @@ from p2p_dilocox.swarm.patience import within
 
 __all__ = ["RollCalls", "Roster", "coordinator_order", "read_call"]
 
+_FIRST_LOOK_S = 0.2  # whether who is missing is dead; then less and less often
 _KEPT = 16  # calls remembered, to tell latecomers
 _LOG = logging.getLogger(__name__)
 
@@ -247,6 +248,7 @@ class RollCalls:
 
     async def _close_when_complete(self, key: tuple[int, int], roll: _Roll) -> None:
         dead: set[str] = set()
+        look_s = _FIRST_LOOK_S
         while True:
             in_step = [c for c, t in self._callers.items() if t >= key[0] - 1]
             expected = {*self.expected(), *in_step}
@@ -257,8 +259,9 @@ class RollCalls:
                 break
             roll.arrived.clear()
             try:
-                await within(roll.arrived.wait(), min(1.0, self.timeouts.poll_s))
+                await within(roll.arrived.wait(), min(look_s, self.timeouts.poll_s))
             except TimeoutError:
+                look_s = min(1.0, 2 * look_s)
                 standings = await asyncio.gather(*(self.standing_of(c) for c in missing))
                 where = dict(zip(missing, standings, strict=True))
                 dead.update(c for c, s in where.items() if s is None or s.follows >= key[0])

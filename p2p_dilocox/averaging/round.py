@@ -130,7 +130,8 @@ class Rounds:
                 return await within(body, limit_s)  # each wait has its own limit; this one is the last
             except (ClusterError, *CALL_FAILED) as error:
                 why = str(error) or f"{type(error).__name__} after {limit_s:.0f} s at most"
-                return Outcome(t, reason=why, failed=True, drifted=isinstance(error, DriftedError))
+                refused, drifted = isinstance(error, ClusterError), isinstance(error, DriftedError)
+                return Outcome(t, reason=why, failed=True, refused=refused, drifted=drifted)
             finally:
                 self._progress.in_flight = self._progress.follows = 0
 

@@ -18,10 +18,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
 from p2p_dilocox.errors import NotTrustedError
+from p2p_dilocox.lineage import part_digest
 from p2p_dilocox.swarm.messages import Outcome, Vote, Votes, open_sealed
 from p2p_dilocox.swarm.patience import within
 
-__all__ = ["Ballot", "check_votes"]
+__all__ = ["Ballot", "check_votes", "over_all_stages"]
 
 _AGAIN_S = 0.1
 _LOST_AFTER = 3  # calls in a row that fail at once before a member counts as lost
@@ -273,3 +274,9 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
         await within(event.wait(), timeout_s)
     except TimeoutError:
         return
+
+
+def over_all_stages(parts: dict[int, list[str]]) -> list[str]:
+    """Per member one digest of what came from it on all stages; parts: per stage its digests, by member."""
+    by_member = zip(*(parts[stage] for stage in sorted(parts)), strict=True)
+    return [part_digest(digest.encode() for digest in of_member) for of_member in by_member]

@@ -28,7 +28,7 @@ def test_pauses_double_and_after_five_restarts_in_ten_minutes_there_is_none() ->
 
 def test_what_another_start_would_only_show_again_is_hopeless() -> None:
     hopeful = {errors.DilocoxError, errors.UnreachableError, errors.ClusterError, errors.DriftedError}
-    hopeful |= {errors.OutOfMemoryError}  # another program may have had the memory
+    hopeful |= {errors.LostError, errors.OutOfMemoryError}  # another program may have had the memory
     kinds = {getattr(errors, name) for name in errors.__all__}
     assert set(restarts.HOPELESS) == {kind.exit_code for kind in kinds - hopeful}
     assert not set(restarts.HOPELESS) & {kind.exit_code for kind in hopeful}

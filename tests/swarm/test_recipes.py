@@ -32,6 +32,7 @@ def breaches(*peers: Peer) -> list[str]:
     [
         ("allreduce", ""),
         ("fedavg", "[local]\nevery = 2\n"),
+        ("opendiloco", ""),
         ("cocktailsgd", ""),
         ("streaming", "[schedule]\nfragments = 2\n"),
         ("eager", ""),

@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from p2p_dilocox import trainer
 from p2p_dilocox.checkpoint.resume import newest
-from p2p_dilocox.errors import DriftedError, NotTrustedError
+from p2p_dilocox.errors import DriftedError, LostError, NotTrustedError
 from p2p_dilocox.events import (
     Checkpointed,
     CheckpointFailed,
@@ -107,6 +108,10 @@ def test_a_late_cluster_comes_to_where_the_others_are_and_is_in_step_from_then_o
     by_state, by_rounds = {"downloading", "verifying"} & set(phases), "catching up" in phases
     assert by_rounds and not by_state if kept else len(by_state) == 2
     assert phases.index("warming up") < phases.index("training")
+    if not kept:  # who is killed now comes back to this state, and takes no outer step twice (rule V3)
+        fetched = next(i for i, e in enumerate(late.events) if isinstance(e, Phase) and e.name == "verifying")
+        saved = next(i for i, e in enumerate(late.events) if isinstance(e, Checkpointed))
+        assert not any(isinstance(e, Phase | RoundCommitted) for e in late.events[fetched + 1 : saved])
     assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in (early, late))) == []
     digests = {e.t: e.parameter_digests for e in early.events if isinstance(e, RoundCommitted)}
     shared = [e for e in late.events if isinstance(e, RoundCommitted) and e.t in digests]
@@ -338,3 +343,45 @@ def test_files_of_10_100_and_1000_lines_are_gone_round_until_the_run_is_complete
         assert taken[-1][0] >= taken[-1][1], "this is to go round"
         said = [e.message for e in peer.events if isinstance(e, Warned) and "it goes round" in e.message]
         assert len(said) == 1 and "in pass 2 over the data" in said[0]
+
+
+def test_numbers_of_dropped_outer_steps_are_not_used_again(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer]
+) -> None:
+    """Rule V3. Found by benchmarks/chaos.py: a cluster was killed after it had dropped some alone."""
+    text = run_text("dilocox", outer_steps=9, more="[compression]\nlowrank = 8\n")
+    peer = join(swarm(text), "alone")
+    peer.until(lambda e: isinstance(e, RoundCommitted) and e.t == 3)
+    peer.wish.value = peer.wish.LEAVE_NOW
+    peer.finish()
+    history = peer.state / "history" / "rank0.jsonl"
+    last = json.loads(history.read_text().splitlines()[-1])
+    with history.open("a") as file:
+        for t in (last["t"] + 1, last["t"] + 2):
+            file.write(json.dumps(last | {"t": t, "decision": "dropped"}) + "\n")
+    again = join(swarm(text), "alone")
+    assert again.finish().reason == "complete"
+    assert min(e.t for e in again.events if isinstance(e, RoundCommitted)) == last["t"] + 3
+    assert check_history(read_history([history])) == []
+
+
+def test_a_cluster_that_has_lost_the_others_looks_where_they_are_without_a_restart(
+    swarm: MakeSwarm, join: Callable[[Swarm, str], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agree, lost = trainer.agree_in_cluster, list[str]()
+
+    def lose(rank: Any, outcome: Any) -> None:
+        if outcome.t >= 3 and not lost:
+            lost.append(rank.cluster_id)
+            raise LostError("outer step 3: its members are gone")
+        agree(rank, outcome)
+
+    monkeypatch.setattr(trainer, "agree_in_cluster", lose)
+    net = swarm(run_text("dilocox", outer_steps=8, min_clusters=2, more="[compression]\nlowrank = 8\n"))
+    peers = [join(net, "a"), join(net, "b")]
+    first, second = (peer.finish() for peer in peers)
+    assert first.reason == second.reason == "complete"
+    assert first.parameter_digests == second.parameter_digests
+    warned = [e.message for peer in peers for e in peer.events if isinstance(e, Warned)]
+    assert lost and "outer step 3: its members are gone" in warned
+    assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in peers)) == []
