@@ -62,7 +62,7 @@ lr_schedule = "constant"
 [compression]
 lowrank = 8
 [deadlines]
-round_s = 10.0
+round_s = 6.0
 [checkpoint]
 every = 4
 [eval]

@@ -33,6 +33,7 @@ class History:
         self._path, self._file = path, LineFile(path)
         self._run_id, self._cluster, self._stages = run_id, cluster, list(stages)
         self._deadline_s = deadline_s
+        self._dropped = self.last_dropped()
 
     def norms(self) -> list[list[float]]:
         """Of the members of the last rounds that this rank committed, before this start too (rule V5)."""
@@ -70,6 +71,7 @@ class History:
         }  # fmt: skip
         for stage in self._stages:
             if not outcome.steps:
+                self._dropped = outcome.t
                 self._line(
                     common | {"stage": stage, "t": outcome.t, "decision": "dropped", "reason": outcome.reason}
                 )
@@ -79,7 +81,8 @@ class History:
                     | {
                         "stage": stage,
                         "t": step.t,
-                        "decision": "adopted" if step.own is None else "committed",
+                        # One that was given up, and that the others have committed, is adopted.
+                        "decision": "adopted" if step.own is None or step.t <= self._dropped else "committed",
                         "members": step.members,
                         "weights": step.weights,
                         "weight_cap": step.weight_cap,

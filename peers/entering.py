@@ -107,9 +107,11 @@ def _fall_in(spec: RunSpec, rank: Rank, plan: Plan) -> None:
         behind = plan.action == "follow"
         rank.t = standing.t + 1
         rank.h = min(standing.h, inner_steps_of(spec, rank) - 1)
+        over = standing.t
         if standing.in_flight > standing.t or behind:
             followed = max(standing.in_flight, standing.t)
-            rank.pending, rank.t = rank.rounds.follow(followed), followed + 1
+            rank.pending, rank.t, over = rank.rounds.follow(followed), followed + 1, followed - 1
+        rank.progress.move_to(over, rank.outer)  # we vote on outer steps near this one only
     rank.progress.h = rank.h
 
 

@@ -65,9 +65,9 @@ async def make_plan(company: Company, needed: int, avoid: Collection[str] = ()) 
         furthest = max(trusted, key=lambda c: (known[c].committed_t, c in standings, c))
         standing = known[furthest]
         if standing.lineage == ours.lineage:
-            return _once_enough(standings, needed, standing)
+            return _once_enough(company, standings, needed, standing)
         if ours.lineages.get(standing.committed_t) == standing.lineage:  # it follows us
-            return _once_enough(standings, needed)
+            return _once_enough(company, standings, needed)
         ahead = standing.committed_t > ours.committed_t
         theirs = votes[furthest], standing.committed_t
         if ahead or outranks(theirs, (len(ours.members), ours.committed_t)):
@@ -95,12 +95,15 @@ async def make_plan(company: Company, needed: int, avoid: Collection[str] = ()) 
             detail=f"model.path has other weights here than on {where}: these clusters would train different "
             "models. Compare the files with the organiser's",
         )
-    return _once_enough(standings, needed)
+    return _once_enough(company, standings, needed)
 
 
-def _once_enough(standings: Collection[str], needed: int, standing: Standing | None = None) -> Plan:
-    """standings: of the other clusters; an archive, which trains nothing, does not count."""
-    present = 1 + len(standings)
+def _once_enough(
+    company: Company, standings: Collection[str], needed: int, standing: Standing | None = None
+) -> Plan:
+    """standings: of the other clusters. Those that pause do not count, and archives, which train nothing."""
+    away = [c for c, presence in company.present.items() if presence.state in ("left", "paused")]
+    present = 1 + len([c for c in standings if c not in away])
     if present < needed:
         return Plan(action="wait", detail=f"{present}/{needed} clusters")
     return Plan(action="start", standing=standing)

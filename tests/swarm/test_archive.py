@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from p2p_dilocox.events import Event, Phase, RoundCommitted, Warned
+from p2p_dilocox.events import Event, Phase, RoundCommitted, RoundDropped, Warned
 from p2p_dilocox.invariants import check_history, read_history
 from p2p_dilocox.runspec import parse_run
 from p2p_dilocox.swarm.identity import ensure_libp2p_identity
@@ -126,7 +126,7 @@ def test_a_run_goes_on_from_its_archive_and_never_anew(
         assert peer.finish().reason == "left"
 
 
-def test_an_archive_is_no_company_for_a_cluster_that_needs_others(
+def test_an_archive_and_one_that_pauses_are_no_company_for_a_cluster_that_needs_others(
     swarm: MakeSwarm,
     join: Callable[[Swarm, str], Peer],  # noqa: F811
     tmp_path: Path,
@@ -135,10 +135,9 @@ def test_an_archive_is_no_company_for_a_cluster_that_needs_others(
     text = run_text(outer_steps=5000, min_clusters=2, more="[compression]\nlowrank = 8\n")
     archives = Archives(swarm(text.replace("min_clusters = 2", "min_clusters = 2\nquorum = 2")), tmp_path)
     archive = archives.start()
-    stays, leaves = join(archives.net, "stays"), join(archives.net, "leaves")
+    stays, rests = join(archives.net, "stays"), join(archives.net, "rests")
     stays.until(lambda e: isinstance(e, RoundCommitted) and e.t == 4)
-    leaves.wish.value = leaves.wish.LEAVE_NOW
-    leaves.finish()
+    rests.wish.pause("asked to", now=True)
     stays.until(lambda e: isinstance(e, Phase) and e.name == "waiting")
     last = max(e.t for e in stays.events if isinstance(e, RoundCommitted))
     deadline = time.monotonic() + 60
@@ -147,7 +146,12 @@ def test_an_archive_is_no_company_for_a_cluster_that_needs_others(
     before = len(stays.events)
     stays.until(lambda e: isinstance(e, Phase) and any(e is later for later in stays.events[before:]))
     later = [e.detail for e in stays.events[before:] if isinstance(e, Phase)]
-    stays.wish.value = stays.wish.LEAVE_NOW
-    assert stays.finish().reason == "left"
+    rests.wish.resume()
+    stays.until(lambda e: isinstance(e, RoundCommitted) and e.t > last and len(e.members) == 2)
+    for peer in (stays, rests):
+        peer.wish.value = peer.wish.LEAVE_NOW
+        assert peer.finish().reason == "left"
     archives.kill()
-    assert archive.t == last and all(detail.startswith("1/2 clusters") for detail in later)
+    assert not any(isinstance(e, RoundDropped) for e in stays.events[before:])
+    assert archive.t >= last and all(detail.startswith("1/2 clusters") for detail in later)
+    assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in (stays, rests))) == []

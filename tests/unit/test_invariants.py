@@ -97,7 +97,17 @@ def test_what_was_usual_before_a_restart_is_read_from_the_history(tmp_path: Path
     history.close()
     again = History(path, "run", "a" * 16, [0, 1], 9.0)
     assert again.norms() == [[2.0], [3.0, 4.0]]
+    assert again.last_dropped() == 3
+    # The others had committed it, and this cluster had averaged with them and kept the result (rule V2).
+    for t in (3, 4):
+        ids, lists = ["a" * 16, "b" * 16], ([5.0, 5.0], [3.0, 4.0])
+        step = OuterStep(t, ids, lists[0], "", "d", {0: "d", 1: "e"}, average, average, lists[1], 10.0)
+        again.write(Outcome(t, [step]), "lineage")
     again.close()
+    found = list(read_history([path]))
+    decisions = [(record["t"], record["decision"]) for record in found if record["stage"] == 0]
+    assert decisions[2:] == [(3, "dropped"), (3, "adopted"), (4, "committed")]
+    assert again.last_dropped() == 0
 
 
 def test_a_cluster_that_comes_back_with_fewer_processes_has_broken_no_rule(tmp_path: Path) -> None:
