@@ -25,6 +25,7 @@ from p2p_dilocox.checkpoint import store
 from p2p_dilocox.checkpoint.resume import Saved, load_rank, newest, tidy
 from p2p_dilocox.errors import NotTrustedError, StateError
 from p2p_dilocox.events import Checkpointed, CheckpointFailed
+from p2p_dilocox.history import History
 from p2p_dilocox.peers.entering import _fall_in
 from p2p_dilocox.peers.recovery import recover
 from p2p_dilocox.pieces import FileDigest, digest_file
@@ -158,11 +159,13 @@ def test_rank_and_h_in_force_come_back_with_a_checkpoint(saver: Saver, tmp_path:
     again = Saver(tmp_path).rank
     again.adapting = Adapting(spec, {"a.weight": 0, "b.weight": 1})
     pipeline, rounds = cast(Any, again.pipeline), SimpleNamespace(kept=KeptRounds(tmp_path / "rounds"))
-    pipeline.broadcast, pipeline.sum = bytes, list
+    pipeline.broadcast, pipeline.sum, pipeline.gather = bytes, list, lambda data: [data]
+    again.history = History(tmp_path / "history.jsonl", RUN, saver.key.cluster_id, [0, 1], 9.0)
     rounds.service = SimpleNamespace(gate=gate_of(saver.key))
     again.rounds = cast(Any, rounds)
     recover(spec, again, tmp_path, SPEC_DIGEST)
     assert (again.outer.t, again.adapting.wishes()) == (4, [2.0, 1.0])
+    again.history.close()
     assert inner_steps_of(spec, again) == 7
     other = Standing(
         cluster_id=saver.key.cluster_id, t=4, committed_t=4, h=9, lineage=again.outer.lineage,
