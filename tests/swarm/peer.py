@@ -70,7 +70,8 @@ class Peer:
             "upload_rate": None,
         }  # fmt: skip
         self.on_event: Callable[[Event], None] = lambda _event: None  # in the training loop's thread
-        self.thread = threading.Thread(target=self._run, args=(run_rank, config), name=name)
+        # A daemon: after a test that has failed it trains on, and nobody waits for it.
+        self.thread = threading.Thread(target=self._run, args=(run_rank, config), name=name, daemon=True)
         self.thread.start()
 
     def _run(self, run_rank: Any, config: dict[str, Any]) -> None:
