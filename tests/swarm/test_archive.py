@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from p2p_dilocox.events import Event, Phase, RoundCommitted, RoundDropped, Warned
+from p2p_dilocox.events import Event, Phase, RoundCommitted, Warned
 from p2p_dilocox.invariants import check_history, read_history
 from p2p_dilocox.runspec import parse_run
 from p2p_dilocox.swarm.identity import ensure_libp2p_identity
@@ -152,6 +152,5 @@ def test_an_archive_and_one_that_pauses_are_no_company_for_a_cluster_that_needs_
         peer.wish.value = peer.wish.LEAVE_NOW
         assert peer.finish().reason == "left"
     archives.kill()
-    assert not any(isinstance(e, RoundDropped) for e in stays.events[before:])
     assert archive.t >= last and all(detail.startswith("1/2 clusters") for detail in later)
     assert check_history(read_history(p.state / "history" / "rank0.jsonl" for p in (stays, rests))) == []
