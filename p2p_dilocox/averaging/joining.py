@@ -66,7 +66,7 @@ async def make_plan(company: Company, needed: int, avoid: Collection[str] = ()) 
         standing = known[furthest]
         if standing.lineage == ours.lineage:
             return _once_enough(company, standings, needed, standing)
-        if ours.lineages.get(standing.committed_t) == standing.lineage:  # it follows us
+        if _is_behind(standing, ours):  # it follows us
             return _once_enough(company, standings, needed)
         ahead = standing.committed_t > ours.committed_t
         theirs = votes[furthest], standing.committed_t

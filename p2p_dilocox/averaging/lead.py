@@ -127,7 +127,7 @@ class Lead:
         sealed = seal(self.company.key, self.run_id, ready)
         reply = CallReply()
         silence = Deadline(deadline.within(self.timeouts.roll_call_s))  # no roll call is open for longer
-        while not (deadline.passed or silence.passed):
+        while not silence.passed:
             for coordinator in coordinator_order(self.company.coordinators(), t, attempt):
                 if coordinator in ready.without:
                     continue
