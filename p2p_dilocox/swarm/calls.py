@@ -1,16 +1,21 @@
-"""Two faults of hivemind 1.1.12's connection to p2pd (ControlClient), worked around where it keeps its calls.
+"""Three faults of hivemind 1.1.12's connection to p2pd (ControlClient), worked around in its tables.
 
 The reply to a call that was cancelled a moment ago ends the task that reads replies: from then on the peer
 hears nothing and answers nothing, for ever, without a word (seen once in some hundred rounds of eight peers).
-And a handler whose caller gives up stays in a table for ever.
+A handler whose caller gives up stays in a table for ever. And a request that fails, or is given up, leaves
+its socket to p2pd open until the garbage collector comes, which may be after the end of the loop.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 from hivemind.p2p import P2P
 
 __all__ = ["survive_cancelled_calls"]
+
+_opened: ContextVar[asyncio.StreamWriter | None] = ContextVar("_opened", default=None)
 
 
 def survive_cancelled_calls(p2p: P2P) -> None:
@@ -18,6 +23,37 @@ def survive_cancelled_calls(p2p: P2P) -> None:
     control = p2p._client.control
     control._pending_calls = _OpenCalls(control._pending_calls)
     control._handler_tasks = _RunningHandlers(control._handler_tasks)
+    connector = control.daemon_connector
+    connector.open_connection = _noting(connector.open_connection)
+    for name in ("identify", "connect", "list_peers", "disconnect", "stream_open"):
+        setattr(control, name, _closing(getattr(control, name)))
+
+
+def _noting(open_connection: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
+    async def opened() -> Any:
+        reader, writer = await open_connection()
+        _opened.set(writer)
+        return reader, writer
+
+    return opened
+
+
+def _closing(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A request to p2pd has a connection of its own."""
+
+    async def requested(*args: Any, **options: Any) -> Any:
+        _opened.set(None)
+        try:
+            return await request(*args, **options)
+        except BaseException:
+            writer = _opened.get()
+            if writer is not None:
+                writer.close()
+            raise
+        finally:
+            _opened.set(None)
+
+    return requested
 
 
 class _OpenCalls(dict[Any, "asyncio.Future[Any]"]):

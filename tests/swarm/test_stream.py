@@ -3,19 +3,25 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr
 
 from p2p_dilocox.errors import NotTrustedError
 from p2p_dilocox.swarm.gate import Gate
 from p2p_dilocox.swarm.identity import SigningKey
 from p2p_dilocox.swarm.messages import Envelope, Pass, seal
 from p2p_dilocox.swarm.node import Node
+from p2p_dilocox.swarm.patience import within
 from p2p_dilocox.swarm.stream import Frame, Refused, Silent, Stream, dial, serve
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 ORGANISER = SigningKey.generate().public
+NOBODY = "12D3KooWKrsNNSqV8PpeGJM2CTxwQKz67SJQLUCiTahKMhgKLqb9"
+SILENT = Multiaddr("/ip4/192.0.2.1/tcp/1")  # TEST-NET-1, RFC 5737
 
 
 @asynccontextmanager
@@ -44,6 +50,29 @@ def between(answer: Callable[[Stream], Awaitable[None]], ask: Callable[[Stream],
                 stream.close()
 
     asyncio.run(run())
+
+
+def test_a_request_that_fails_or_is_given_up_leaves_no_socket_open() -> None:
+    """hivemind by itself leaves it to the garbage collector: as long as somebody has the error, or for good
+    if the event loop ends first."""
+
+    async def run() -> None:
+        async with two_peers() as (first, _):
+            before, errors = open_files(), []
+            for _ in range(3):
+                with pytest.raises(ControlFailure) as error:  # nobody knows where it lives
+                    await dial(first.p2p, NOBODY, "x", 10.0)
+                errors.append(error)
+            with pytest.raises(TimeoutError) as error:  # nothing answers there, not even by a refusal
+                await within(first.p2p._client.connect(PeerID.from_base58(NOBODY), [SILENT]), 0.5)
+            await asyncio.sleep(0.1)
+            assert open_files() == before
+
+    asyncio.run(run())
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def raw(stream: Stream, data: bytes) -> None:
