@@ -146,6 +146,7 @@ class Exchange:
                 )
                 errors = [e for e in (task.exception() for task in done) if e is not None]
                 for error in sorted(errors, key=lambda e: not isinstance(e, MemberFault)):
+                    self._confirm(error)
                     raise error
                 # With hardly any time from the start nobody is to blame for having been slow.
                 if pending and usual.passed and 2 * self._budget.usual_s > self._budget.stall_s:
@@ -285,6 +286,16 @@ class Exchange:
             line = self._lines[slow[0]]
             came, due, after_s = sum(line.came.values()), sum(line.due.values()), self._budget.usual_s
             raise MemberFault(slow[0], f"was too slow: {came} of {due} messages after {after_s:.1f} s")
+
+    def _confirm(self, error: BaseException) -> None:
+        """Raise MemberFault if somebody blames a member that alone has not given us its contribution either.
+
+        The one on a slow link may blame its accuser, whom it cannot hear any more: that would be one word
+        against another.
+        """
+        late = [m for m, line in self._lines.items() if line.owes(0, Frame.CONTRIBUTION)]
+        if isinstance(error, Aborted) and late == [error.suspect]:
+            raise MemberFault(late[0], f"was late here too: {error}") from error
 
     async def _hang_up(self, reason: str) -> None:
         """Tell those who still wait for us that this is over, and free the streams.
