@@ -116,9 +116,9 @@ class Links:
 
 def bits_per_s(rate: str) -> float:
     """Of a rate in tc's units."""
-    found = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", rate)
-    if found is None:
-        raise ValueError(f"rate {rate!r}, must be a number and kbit, mbit or gbit")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    if found is None or not float(found[1]):
+        raise ValueError(f"rate {rate!r}, must be a number above 0 and kbit, mbit or gbit")
     return float(found[1]) * _UNITS[found[2]]
 
 

@@ -23,7 +23,7 @@ _MOST = 26
 
 
 def check_link(rate: str, setup: Setup) -> None:
-    """Raises StateError if there can be no such links here, SpecError for what is simulated only."""
+    """Raises SpecError for what no links can have, StateError if there can be none here."""
     if setup.clusters > _MOST:
         raise SpecError(f"--link with {setup.clusters} clusters: at most {_MOST}, each is a process")
     if setup.warm_steps:
@@ -31,7 +31,7 @@ def check_link(rate: str, setup: Setup) -> None:
     try:
         bits_per_s(rate)
     except ValueError as error:
-        raise StateError(f"--link: {error}") from error
+        raise SpecError(f"--link: {error}") from error
     if reason := why_not():
         raise StateError(f"--link {rate}: {reason}. Without --link, links are simulated")
 

@@ -53,8 +53,9 @@ def test_a_recipe_that_does_not_exist_costs_no_run(tmp_path: Path) -> None:
 
 
 def test_links_that_cannot_be_cost_no_run(tmp_path: Path) -> None:
-    done = peer("compare", "fedavg", "--link", "fast", "--out", tmp_path / "out")
-    assert done.exit_code == 5 and "'fast', must be a number and kbit, mbit or gbit" in done.output
+    for rate in ("fast", "1.2.3mbit", "0mbit"):
+        done = peer("compare", "fedavg", "--link", rate, "--out", tmp_path / "out")
+        assert done.exit_code == 2 and f"{rate!r}, must be a number above 0 and kbit" in done.output
     assert "Give --warm 0" in peer("compare", "--link", "1mbit", "--warm", "5").output
 
 
