@@ -116,6 +116,23 @@ def test_wrong_devices_are_refused_once_the_spec_is_known(endless_run: str, tmp_
     assert "this run has 2 stages" in refused.stderr
 
 
+def test_a_model_that_cannot_be_cut_is_refused_before_the_cluster_takes_part(
+    tmp_path: Path, start: Start
+) -> None:
+    head, _, rest = RUN.format(outer_steps=9, H=2).partition("[model.config]")
+    mamba = (
+        "[model.config]\nmodel_type = 'mamba'\nhidden_size = 32\nnum_hidden_layers = 2\nvocab_size = 2048\n"
+    )
+    (tmp_path / "run.toml").write_text(head + mamba + rest[rest.index("[data]") :])
+    link = start(
+        "dilocox-bootstrap", "serve", "--run", tmp_path / "run.toml", "--state-dir", tmp_path / "organiser",
+        "--listen", LOOPBACK,
+    ).read_until("dilocox://")  # fmt: skip
+    refused = peer("join", link, "--devices", "cpu:1", "--state-dir", tmp_path / "state")
+    assert refused.returncode == 6 and "mamba keeps a recurrent state" in refused.stderr
+    assert json.loads(peer("status", "--json", link).stdout) == []
+
+
 def test_a_bootstrap_node_that_is_gone_is_named(endless_run: str, tmp_path: Path) -> None:
     port = endless_run.split("/tcp/")[1].split("/")[0]
     gone = endless_run.replace(f"/tcp/{port}/", "/tcp/9/")
