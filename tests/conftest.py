@@ -17,8 +17,8 @@ hypothesis.settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The unit tests first, side by side where pytest has workers (-n 2 --dist loadgroup); then, one at a time,
-    those that start processes, which have deadlines."""
+    """The unit tests first, side by side where pytest has workers (-n 2 --dist loadgroup); then those that
+    start processes one at a time, for they have deadlines."""
     items.sort(key=_starts_processes)
     for item in filter(_starts_processes, items):
         item.add_marker(pytest.mark.xdist_group("processes"))

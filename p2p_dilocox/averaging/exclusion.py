@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from p2p_dilocox.swarm.messages import Vote
 
-__all__ = ["Grudges", "NormCap", "different_parts", "left_out"]
+__all__ = ["Grudges", "NormCap", "different_parts", "left_out", "to_blame"]
 
 _LONGEST = 6  # strikes; 2^6 outer steps
 _CAP = 10.0
@@ -77,6 +77,39 @@ def different_parts(members: Sequence[str], votes: Mapping[str, Vote]) -> dict[s
             if digest != most or (count == 1 and len(got) > 1):
                 accusers.setdefault(voter, []).append(owner)
     return accusers
+
+
+def to_blame(
+    me: str,
+    members: Sequence[str],
+    votes: Mapping[str, Vote],
+    forgers: Mapping[str, str],
+    seen: Mapping[str, str],
+) -> dict[str, str]:
+    """With whom cluster `me` does not average in the next attempt, and why, after votes that did not agree.
+
+    Those whom the votes accuse, the same for all who know the same votes. If nobody accuses anybody, those
+    who alone could not average or did not vote: they would fail the next attempt too. With the votes of less
+    than half of the members nobody: then it is `me` who is cut off, and an innocent would be left out for it.
+    forgers: who told votes that others did not sign. seen: what `me` itself holds against others.
+    """
+    blamed = {c: f"it told votes that others did not cast: {why}" for c, why in forgers.items()}
+    if 2 * len(votes) >= len(members):
+        accusers = {c: list(vote.accused) for c, vote in votes.items() if vote.accused}
+        differ = len({vote.digest for vote in votes.values() if vote.digest}) > 1
+        if differ:
+            accusers = different_parts(members, votes)
+        for cluster in left_out({c: accusers.get(c, []) for c in members}):
+            said = [votes[a].reason for a in accusers if cluster in accusers[a] and votes[a].reason]
+            why = "it sent other averages to others" if differ else (said or ["it refuses several"])[0]
+            blamed[cluster] = f"it {seen[cluster]}" if cluster in seen else why
+        if not blamed and not differ:
+            failed = {c: v.reason or "it could not average" for c, v in votes.items() if not v.digest}
+            failed |= {c: "it did not vote" for c in members if c not in votes}
+            if 2 * len(failed) <= len(members) and me not in failed:
+                blamed = failed
+    blamed.pop(me, None)
+    return blamed
 
 
 class NormCap:

@@ -9,7 +9,7 @@ import msgspec
 
 from p2p_dilocox.averaging.company import Company
 from p2p_dilocox.averaging.deadlines import Deadline
-from p2p_dilocox.averaging.exclusion import Grudges, NormCap, different_parts, left_out
+from p2p_dilocox.averaging.exclusion import Grudges, NormCap, to_blame
 from p2p_dilocox.averaging.offer import Offer
 from p2p_dilocox.averaging.rollcall import RollCalls, Roster, coordinator_order, read_call
 from p2p_dilocox.averaging.vote import Ballot, over_all_stages
@@ -342,33 +342,12 @@ class Lead:
         raise (DriftedError if answer.drifted else ClusterError)(f"cluster {coordinator} refuses ours: {why}")
 
     def _blame(self, t: int, entry: _Attempt, ballot: Ballot) -> None:
-        """Whom we do not average with in the next attempt: whom the votes accuse, the same for all who know
-        the same votes. If nobody accuses anybody, those who alone could not average or did not vote: they
-        would fail the next attempt too.
-        """
-        votes = ballot.votes
-        accusers = {c: list(vote.accused) for c, vote in votes.items() if vote.accused}
-        differ = len({vote.digest for vote in votes.values() if vote.digest}) > 1
-        if differ:
-            accusers = different_parts(ballot.members, votes)
-        gone = left_out({c: accusers.get(c, []) for c in ballot.members})
-        accused = {c: f"it told votes that others did not cast: {why}" for c, why in ballot.forgers.items()}
-        for cluster in gone:
-            said = [votes[a].reason for a in accusers if cluster in accusers[a] and votes[a].reason]
-            why = "it sent other averages to others" if differ else (said or ["it refuses several"])[0]
-            accused[cluster] = f"it {entry.accused[cluster]}" if cluster in entry.accused else why
-        if not accused and not differ:
-            failed = {
-                c: vote.reason or "it could not average" for c, vote in votes.items() if not vote.digest
-            }
-            failed |= {c: "it did not vote" for c in ballot.members if c not in votes}
-            accused = failed if 2 * len(failed) <= len(ballot.members) and self.me not in failed else {}
-        for cluster, why in accused.items():
-            if cluster != self.me:
-                self.grudges.strike(cluster, t)
-                until = self.grudges.until(cluster)
-                more = f" and up to outer step {until}" if until > t else ""
-                self._note(f"cluster {cluster} is left out of outer step {t}{more}: {why}")
+        blamed = to_blame(self.me, ballot.members, ballot.votes, ballot.forgers, entry.accused)
+        for cluster, why in blamed.items():
+            self.grudges.strike(cluster, t)
+            until = self.grudges.until(cluster)
+            more = f" and up to outer step {until}" if until > t else ""
+            self._note(f"cluster {cluster} is left out of outer step {t}{more}: {why}")
 
     def _note(self, sentence: str) -> None:
         _LOG.warning(sentence)

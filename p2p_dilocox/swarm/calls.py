@@ -41,10 +41,10 @@ def _noting(open_connection: Callable[[], Awaitable[Any]]) -> Callable[[], Await
 def _closing(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """A request to p2pd has a connection of its own."""
 
-    async def requested(*args: Any, **options: Any) -> Any:
+    async def requested(*args: Any, **_options: Any) -> Any:
         _opened.set(None)
         try:
-            return await request(*args, **options)
+            return await request(*args, **_options)
         except BaseException:
             writer = _opened.get()
             if writer is not None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_dilocox.averaging.exclusion import Grudges, NormCap, different_parts, left_out
+from p2p_dilocox.averaging.exclusion import Grudges, NormCap, different_parts, left_out, to_blame
 from p2p_dilocox.swarm.messages import Vote
 
 CLUSTERS = st.sets(st.sampled_from("abcdefgh"), min_size=1)
@@ -108,3 +108,35 @@ def votes(**parts: str) -> dict[str, Vote]:
 def test_who_sends_other_averages_to_each_is_found(found: dict[str, Vote], gone: list[str]) -> None:
     accusers = different_parts("abcd", found)
     assert left_out({c: accusers.get(c, []) for c in "abcd"}) == gone
+
+
+def no(cluster: str, *accused: str, digest: str = "") -> Vote:
+    return Vote(
+        cluster_id=cluster * 16, t=1, attempt=0, call="c" * 64, digest=digest, reason=f"{cluster} says no",
+        accused=list(accused),
+    )  # fmt: skip
+
+
+def test_all_who_know_the_same_votes_blame_the_same() -> None:
+    votes = {"a": no("a", "slow"), "b": no("b", "slow"), "slow": no("slow", "a")}
+    for me in ("a", "b", "c"):
+        seen = {"slow": "was too slow"} if me == "a" else {}
+        assert to_blame(me, ["a", "b", "c", "slow"], votes, {}, seen) == {
+            "slow": "it was too slow" if me == "a" else "a says no"
+        }
+    assert to_blame("slow", ["a", "b", "c", "slow"], votes, {}, {"a": "is gone"}) == {}
+
+
+def test_who_hears_hardly_anybody_blames_nobody_but_forgers() -> None:
+    """Else it would refuse an innocent once its link is back, and the others would have to leave that out."""
+    alone = {"slow": no("slow", "a")}
+    assert to_blame("slow", ["a", "b", "slow"], alone, {}, {"a": "is gone"}) == {}
+    assert list(to_blame("slow", ["a", "b", "slow"], alone, {"b": "no signature"}, {})) == ["b"]
+    assert list(to_blame("slow", ["a", "slow"], alone, {}, {"a": "is gone"})) == ["a"]  # of two it is half
+
+
+def test_who_alone_could_not_average_or_did_not_vote_would_fail_again() -> None:
+    votes = {c: no(c, digest="d" * 64) for c in "abc"}
+    assert to_blame("a", [*"abcd"], votes, {}, {}) == {"d": "it did not vote"}
+    assert to_blame("a", [*"abcd"], votes | {"d": no("d")}, {}, {}) == {"d": "d says no"}
+    assert to_blame("a", [*"abcd"], votes | {"b": no("b"), "c": no("c"), "d": no("d")}, {}, {}) == {}
