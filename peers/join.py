@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def join_run(options: JoinOptions) -> int:
 
     0: complete or left; 128 + n: signal n. Raises DilocoxError otherwise, see errors.py.
     """
-    link = options.link
+    since, link = time.time(), options.link
     profile = load_profile(options.profile) if options.profile is not None else Profile()
     listen = profile.listen if options.listen is None else options.listen
     announce = profile.announce if options.announce is None else options.announce
@@ -133,6 +134,7 @@ def join_run(options: JoinOptions) -> int:
                 "microbatches": microbatches,
                 "adamw_bits": adamw_bits,
                 "offload": options.offload or profile.offload,
+                "since": since,
                 "upload_rate": caps.upload_rate / len(devices) if caps.upload_rate else None,
             }
             for rank, device in enumerate(devices)

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -71,7 +72,7 @@ def run_rank(config: dict[str, Any], report: Callable[[Event], None], wish: Wish
     spec, link = _as_here(parse_run(config["run_text"]), config), JoinLink.parse(config["link"])
     torch.set_num_threads(config["threads"])
     device = torch.device(config["device"])
-    report = Timeline(report) if index == 0 else report
+    report = Timeline(report, max(0.0, time.time() - config["since"])) if index == 0 else report
     say = partial(_say, report, index)
 
     with contextlib.ExitStack() as stack:

@@ -118,6 +118,7 @@ class Supervisor:
             restarts = Restarts()
             self._run_ranks(server)
             while (pause_s := self._pause_before_restart(restarts)) is not None:
+                self._workers = [worker | {"since": time.time()} for worker in self._workers]
                 until = time.monotonic() + pause_s
                 while time.monotonic() < until and not self._told_to_end:
                     self._step(server)

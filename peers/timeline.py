@@ -12,9 +12,12 @@ class Timeline:
     """Passes events on. After the first committed round that this cluster was in it reports the phase
     `training`, with the seconds that every phase before it took."""
 
-    def __init__(self, report: Callable[[Event], None], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, report: Callable[[Event], None], before_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """before_s: seconds of starting that are over: of the supervisor, and of loading libraries."""
         self._report, self._now = report, now
-        self._phase, self._since = "starting", now()
+        self._phase, self._since = "starting", now() - before_s
         self._seconds: dict[str, float] = {}
         self._counted = False
 

@@ -1,6 +1,7 @@
 """A cluster of a small run: the code that a rank runs, in a thread of this process."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class Peer:
             "link": str(JoinLink("test", net.organiser.public, tuple(net.link[1]))), "rendezvous": "",
             "run_text": net.text, "name": name, "listen": "/ip4/127.0.0.1/tcp/0", "announce": None,
             "client": False, "adamw_bits": 32, "offload": False, "schedule": "1f1b", "microbatches": 2,
-            "upload_rate": None,
+            "upload_rate": None, "since": time.time(),
         }  # fmt: skip
         self.on_event: Callable[[Event], None] = lambda _event: None  # in the training loop's thread
         # A daemon: after a test that has failed it trains on, and nobody waits for it.

@@ -18,7 +18,7 @@ def test_the_first_round_that_counts_ends_the_timeline() -> None:
     """Field report D9."""
     told: list[Event] = []
     now = [0.0]
-    line = timeline.Timeline(told.append, lambda: now[0])
+    line = timeline.Timeline(told.append, 6.0, lambda: now[0])
     for at, event in {
         1.0: Phase(name="connecting"),
         3.0: Phase(name="downloading", detail="41%"),
@@ -33,7 +33,7 @@ def test_the_first_round_that_counts_ends_the_timeline() -> None:
         line(event)
     counts = [e for e in told if isinstance(e, Phase) and e.name == "training"]
     assert [e.detail for e in counts] == [
-        "counts since outer step 7 (starting 1.0 s, connecting 2.0 s, downloading 4.0 s, verifying 0.5 s, "
+        "counts since outer step 7 (starting 7.0 s, connecting 2.0 s, downloading 4.0 s, verifying 0.5 s, "
         "warming up 2.0 s)"
     ]
     assert told.index(counts[0]) == 7  # after the round itself
