@@ -1,20 +1,22 @@
-"""A minute of chaos, always the same faults: real programs, real training. Longer: benchmarks/chaos.py."""
+"""Five minutes of chaos, always the same faults: real programs, real training. Longer: benchmarks/chaos.py."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from benchmarks.chaos import chaos, draw
 
-SEED, FAULTS, SECONDS = 1, 6, 40.0
+SEED, FAULTS, SECONDS = 1, 33, 300.0
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_three_clusters_train_on_while_they_die_freeze_and_pause(tmp_path: Path) -> None:
     """R10. It ends when all three have taken an outer step together after the last fault. Links are cut in
     test_links.py and in the long form."""
-    row = chaos(draw(SEED, FAULTS, SECONDS, links=False), SECONDS, tmp_path, None)
+    plan = draw(SEED, FAULTS, SECONDS, links=False)
+    row = chaos(plan, SECONDS, tmp_path, None)
     assert row["violations"] == []
-    assert row["faults"] == {"pause": 2, "freeze": 2, "rank": 1, "kill": 1}
+    assert row["faults"] == Counter(fault.kind for fault in plan)
     (_, first), *_, (_, last) = row["losses"]
     assert last < first
