@@ -1,4 +1,4 @@
-"""Five minutes of chaos, always the same faults: real programs, real training. Longer: benchmarks/chaos.py."""
+"""Five minutes of chaos, always the same faults: real programs and training. Longer: benchmarks/chaos.py."""
 
 from collections import Counter
 from pathlib import Path
