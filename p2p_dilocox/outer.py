@@ -391,5 +391,5 @@ def same_anchor(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
 
 
 def _square(slice_: Tensor) -> Tensor:
-    wide = slice_.double()
+    wide = slice_.to(torch.float64, copy=True)  # for the last bit of a dot product depends on where it lies
     return torch.dot(wide, wide)

@@ -12,7 +12,7 @@ def test_dilocox_has_both_low_rank_and_four_bits() -> None:
     assert (compression.strong_bits, compression.strong_fraction) == (8, 0.125)
 
 
-def test_dense_differs_from_dilocox_by_the_low_rank_and_its_damping_only() -> None:
+def test_dense_differs_from_dilocox_by_the_low_rank_and_what_it_leaves_only() -> None:
     full, dense = recipes()["dilocox"], recipes()["dilocox-dense"]
     assert (dense.outer, dense.overlap) == (full.outer, full.overlap)
     assert dense.compression == Compression(

@@ -65,7 +65,7 @@ def test_a_good_spec_is_read_with_the_defaults_of_its_recipe() -> None:
     assert spec.overlap == Overlap(mode="arrival", keep=0.5)
     assert spec.compression == Compression(
         bits=4, return_bits=4, strong_bits=8, strong_fraction=0.125, gather_up_to=2, group=64, lowrank=64,
-        feedback="local", gamma=0.5,
+        feedback="parameters", gamma=1.0,
     )  # fmt: skip
     assert total_inner_steps(spec) == 15
 
@@ -339,7 +339,7 @@ def test_single_keys_override_a_recipe() -> None:
 
 @pytest.mark.parametrize(("lowrank", "gamma"), [(0, 1.0), (8, 0.5)])
 def test_gamma_follows_the_rank_unless_it_is_set(lowrank: int, gamma: float) -> None:
-    text = GOOD + f"[compression]\nlowrank = {lowrank}\n"
+    text = GOOD + f'[compression]\nfeedback = "local"\nlowrank = {lowrank}\n'
     assert parse_run(text).compression.gamma == gamma
     assert parse_run(text + "gamma = 0.25\n").compression.gamma == 0.25
 
