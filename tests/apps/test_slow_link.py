@@ -82,9 +82,10 @@ def test_a_cluster_behind_a_slow_link_comes_in_though_it_is_interrupted_and_a_do
     start: Start, links: Links, tmp_path: Path
 ) -> None:
     """S3, field report D2: the download takes more than three outer steps, and it is in the swarm three after
-    its end at the latest, with two downloads at most. A11: the link that a bootstrap node prints by default works on other hosts. R12, S2, D4:
-    Ctrl-C and kill -9 of the joiner in the middle of its download cost the donors nothing. S1, D1: kill -9 of
-    a donor, too. D6: after its first round its parameters are those of the other."""
+    its end at the latest, with two downloads at most. A11: the link that a bootstrap node prints by default
+    works on other hosts. R12, S2, D4: Ctrl-C and kill -9 of the joiner in the middle of its download cost the
+    donors nothing. S1, D1: kill -9 of a donor, too. D6: after its first round its parameters are those of the
+    other."""
     (tmp_path / "run.toml").write_text(TEXT)
     serve = ["serve", "--run", tmp_path / "run.toml", "--state-dir", tmp_path / "organiser", "--archive", "0"]
     link = start("dilocox-bootstrap", *serve, prefix=links.prefix(0)).read_until("dilocox://")
