@@ -76,13 +76,15 @@ class Setting:
 
 
 def coded(name: str, *, H: int = H, reducer: bool = True, trains: bool = True, **changes: Any) -> Setting:
-    """dilocox-dense in 4 bits, changed. return_bits and strong_bits are `bits` unless given."""
+    """dilocox-dense in 4 bits, changed. return_bits and strong_bits are `bits` unless given; feedback is that
+    of dilocox with a low rank, of dilocox-dense without."""
     bits, lowrank = changes.get("bits", 4), changes.get("lowrank", 0)
+    feedback = changes.get("feedback", "parameters" if lowrank else "local")
     follows: dict[str, Any] = {
-        "return_bits": bits, "strong_bits": bits,
-        "gamma": default_gamma(changes.get("feedback", "local"), lowrank),
+        "return_bits": bits, "strong_bits": bits, "feedback": feedback,
+        "gamma": default_gamma(feedback, lowrank),
     }  # fmt: skip
-    wanted: dict[str, Any] = {"bits": 4, "group": 64, "feedback": "local"} | follows | changes
+    wanted: dict[str, Any] = {"bits": 4, "group": 64} | follows | changes
     base = recipes()["dilocox-dense"].compression
     return Setting(name, replace(base, **wanted), H, reducer, trains)
 
@@ -105,7 +107,8 @@ SETTINGS = [
     coded("r24 int4, H 8", lowrank=24, H=8),
     coded("int2, reducer forgets", bits=2, reducer=False),
     coded("r24 int4, reducer forgets", lowrank=24, reducer=False),
-    coded("r24 int4, gamma 1", lowrank=24, gamma=1.0),
+    coded("r24 int4, feedback local", lowrank=24, feedback="local"),
+    coded("r24 int4, feedback local, gamma 1", lowrank=24, feedback="local", gamma=1.0),
     coded("r24 int4, feedback none", lowrank=24, feedback="none"),
     coded("r24 int4, feedback paper", lowrank=24, feedback="paper"),
     coded("int4, group 32", group=32, trains=False),
