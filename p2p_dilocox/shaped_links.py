@@ -15,6 +15,7 @@ from typing import Self
 
 __all__ = ["Links", "bits_per_s", "why_not"]
 
+_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 _PREFIX = "dilocox"
 _SUBNET = "10.213.0"
 _COMMAND_S = 20.0  # `ip` and `tc` answer at once; a machine where they do not must not hang a test
@@ -111,6 +112,9 @@ class Links:
         _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _run("ip", "-n", name, "link", "set", device, "up")
+        # BBR takes the burst that tbf lets through for the rate of the link, and loses most of what it sends;
+        # reno is what every kernel lets a namespace choose.
+        _run("ip", "netns", "exec", name, "sh", "-c", f"echo reno > {_CONGESTION}")
         self.set_rate(host, self._rate)
 
 

@@ -3,7 +3,7 @@ directions.
 
 Patience is told from silence: who has nothing to send yet says so a few times per `stall_s`. A peer that is
 frozen, dead or holds back is found in seconds, however long the deadline is, and the member that is to blame
-is named.
+is named. One that speaks but takes nothing may be behind our own slow link, and has longer.
 """
 
 import asyncio
@@ -67,6 +67,11 @@ class Budget:
     usual_s: float
     limit_s: float
     stall_s: float
+
+    @property
+    def take_s(self) -> float:
+        """How long a member that is not silent may take nothing."""
+        return min(4 * self.stall_s, max(self.stall_s, self.usual_s))
 
 
 @dataclass
@@ -217,22 +222,22 @@ class Exchange:
             ):
                 while (data := await self._next(source, stream)) is not None:
                     with self._traffic.sending(len(data)):
-                        await stream.send(kind, data, self._budget.stall_s)
+                        await stream.send(kind, data, self._budget.take_s)
         here = self._lines[member].all_here
         while not here.is_set():
             with contextlib.suppress(TimeoutError):
                 await within(here.wait(), self._budget.stall_s / 4)
             if not here.is_set():
-                await stream.send(Frame.WAIT, b"", self._budget.stall_s)
+                await stream.send(Frame.WAIT, b"", self._budget.take_s)
         with contextlib.suppress(ConnectionError):  # it may have ended first
-            await stream.send(Frame.END, b"", self._budget.stall_s)
+            await stream.send(Frame.END, b"", self._budget.take_s)
 
     async def _next(self, source: AsyncIterator[bytes], stream: Stream) -> bytes | None:
         """The next that we have to send, None after the last; while there is none yet we say so."""
         following = asyncio.ensure_future(anext(source, None))
         try:
             while not (await asyncio.wait({following}, timeout=self._budget.stall_s / 4))[0]:
-                await stream.send(Frame.WAIT, b"", self._budget.stall_s)
+                await stream.send(Frame.WAIT, b"", self._budget.take_s)
             return following.result()
         finally:
             following.cancel()

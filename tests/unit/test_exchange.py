@@ -82,3 +82,44 @@ def test_nobody_repeats_an_accusation_that_it_has_not_seen_to_be_true(delivered_
             assert isinstance(end, Aborted) and end.suspect == SLOW, repr(end)
         else:
             assert isinstance(end, MemberFault) and end.member == SLOW, repr(end)
+
+
+async def behind_a_slow_link(takes_after_s: float) -> BaseException | None:
+    """What an exchange of two ends with when the other speaks all the time, but takes nothing for a while."""
+    parts = [[Piece(m << 21, (m + 1) << 21, 4, 4)] for m in range(2)]  # a megabyte: no socket holds it
+    streams = await pair(0, 1)
+    with ThreadPoolExecutor(1) as codec:
+
+        def exchange(me: int) -> Exchange:
+            made = Butterfly(parts, Terms(torch.float32, [1.0] * 2, [1e6] * 2, me, VALUES, codec))
+            made.set_vector(torch.ones(2 << 21))
+
+            async def dial(_peer: str) -> Stream:
+                return streams[me]
+
+            dials = [None if m == me else True for m in range(2)]
+            return Exchange([made], list("01"), dials, dial, Traffic(), Budget(20.0, 30.0, stall_s=0.5))
+
+        async def other() -> None:
+            for _ in range(int(takes_after_s / 0.1)):
+                await streams[1].send(Frame.WAIT, b"", 5.0)
+                await asyncio.sleep(0.1)
+            await exchange(1).run()
+
+        taking = asyncio.create_task(other())
+        (end,) = await asyncio.gather(exchange(0).run(), return_exceptions=True)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        for stream in streams:
+            stream.close()
+    return end
+
+
+def test_who_speaks_but_takes_nothing_for_a_while_is_not_taken_for_frozen() -> None:
+    """Behind a slow link of ours, which others share, a stream may stand still for some seconds."""
+    assert asyncio.run(behind_a_slow_link(takes_after_s=1.2)) is None
+
+
+def test_who_speaks_but_takes_nothing_for_long_is_named() -> None:
+    end = asyncio.run(behind_a_slow_link(takes_after_s=60.0))
+    assert isinstance(end, MemberFault) and end.member == 1 and "took nothing for 2.0 s" in str(end), repr(end)
