@@ -10,7 +10,7 @@ demo: $(VENV)/run.stamp ## A bootstrap node and two clusters on this machine tra
 	$(BIN)/dilocox-peer demo --out runs/demo
 
 test: $(VENV)/dev.stamp ## All tests. Some: .venv/bin/pytest tests/unit
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests
 
 lint: $(VENV)/dev.stamp ## What a change must pass before it is tested.
 	$(BIN)/ruff check .
