@@ -38,7 +38,7 @@ __all__ = ["Outcome", "Supervisor"]
 
 _TICK_S = 0.1
 _STATUS_S = 1.0
-_NOW_S = 8.0  # to leave at once: a rank that takes longer is killed
+_NOW_S = 6.0  # to leave at once: a rank that takes longer is killed
 _EARLY_S = 3.0  # the same, while it loads or connects: it has nothing to save and cannot hear yet
 _FAILED_S = 4.0  # the same, after another rank failed: its ranks wait for a process that is gone
 _WINDOW = f"{WINDOW_S / 60:.0f} minutes"
