@@ -10,7 +10,7 @@ keeps what that lost. An average is applied ARRIVES inner steps into the next ou
 
 Bytes: what a cluster encodes, both ways, without headers. Error: distance of the decoded average from the
 exact one, over the norm of that, mean over a run's outer steps; the same pseudo-gradients for every setting,
-without error feedback; "matrices" leaves out embeddings and vectors, which have no low rank. Loss: of the
+without error feedback; "matrices" leaves out embeddings and vectors. Loss: of the
 last anchor on the held-out text, nats per token, in a run with the setting's own feedback. Everything is
 seeded; the last digits depend on the machine.
 """
@@ -90,6 +90,7 @@ def coded(name: str, *, H: int = H, reducer: bool = True, trains: bool = True, *
 
 
 EIGHTH: dict[str, Any] = {"strong_bits": 8, "strong_fraction": 0.125}
+WHOLE: dict[str, Any] = {"factor_embeddings": False}
 SETTINGS = [
     coded("float32", bits=32, feedback="none"),
     coded("int2", bits=2),
@@ -98,6 +99,9 @@ SETTINGS = [
     coded("r48 int4", lowrank=48),
     coded("r24 int4, 8 for an eighth", lowrank=24, **EIGHTH),
     coded("r48 int4, 8 for an eighth", lowrank=48, **EIGHTH),
+    coded("r24 int4, embeddings whole", lowrank=24, **WHOLE),
+    coded("r48 int4, 8 for an eighth, embeddings whole", lowrank=48, **EIGHTH, **WHOLE),
+    coded("r96 int4, 8 for an eighth", lowrank=96, **EIGHTH),
     coded("r24 int8", lowrank=24, bits=8),
     coded("int3", bits=3),
     coded("r48 int3, 8 for an eighth", lowrank=48, bits=3, **EIGHTH),
@@ -159,8 +163,7 @@ class Cluster:
         span = build_span(skeleton, 0, 0, cut_layers(skeleton, 1, ()), seed=spec.run.seed, device=CPU)
         pipeline = Pipeline(spec, [span], 0, 1, CPU)
         inner = InnerOptimizer(pipeline.all_parameters, spec.inner, START + STEPS)
-        outer = OuterState(spec, pipeline.parameters, span.embedding_names, "")
-        return cls(pipeline, inner, outer, Batches(corpus, spec, name))
+        return cls(pipeline, inner, outer_state(spec, pipeline), Batches(corpus, spec, name))
 
     @classmethod
     def load(cls, spec: RunSpec, corpus: Corpus, name: str, file: Path) -> "Cluster":
@@ -169,9 +172,7 @@ class Cluster:
             for key, parameter in cluster.pipeline.parameters.items():
                 parameter.copy_(state.pop(f"parameter/{key}"))
         cluster.inner.load_state(state)
-        cluster.outer = OuterState(
-            spec, cluster.pipeline.parameters, cluster.pipeline.spans[0].embedding_names, ""
-        )
+        cluster.outer = outer_state(spec, cluster.pipeline)
         return cluster
 
     def save(self, file: Path) -> None:
@@ -188,6 +189,11 @@ class Cluster:
         self.outer.commit(average, own)
         with self.outer.restart_(self.pipeline.parameters, keep):
             self.outer.step(average, t, [], "")
+
+
+def outer_state(spec: RunSpec, pipeline: Pipeline) -> OuterState:
+    dense = spec.compression.never_factored(pipeline.spans[0].embedding_names)
+    return OuterState(spec, pipeline.parameters, dense, "")
 
 
 def averaged(
@@ -221,10 +227,10 @@ def averaging_round(
 class Probe:
     """The errors of one setting on pseudo-gradients that are given; its basis follows its own averages."""
 
-    def __init__(self, spec: RunSpec, outer: OuterState, dense_names: frozenset[str]) -> None:
+    def __init__(self, spec: RunSpec, outer: OuterState, embeddings: frozenset[str]) -> None:
         self.layout = Layout({n: tuple(a.shape) for n, a in outer.anchor.items()}, spec.compression,
-                             dense_names=dense_names)  # fmt: skip
-        self.matrices = {n for n, a in outer.anchor.items() if a.dim() > 1 and n not in dense_names}
+                             dense_names=spec.compression.never_factored(embeddings))  # fmt: skip
+        self.matrices = {n for n, a in outer.anchor.items() if a.dim() > 1 and n not in embeddings}
         r, seed = spec.compression.lowrank, spec.run.seed
         self.basis = {n: initial_basis(n, outer.anchor[n].shape, r, seed) for n in self.layout.lowrank_names}
         self.outers = [copy.copy(outer) for _ in range(CLUSTERS)]
@@ -255,9 +261,10 @@ def train(
     spec = spec_of(model, setting)
     clusters = [Cluster.load(spec, corpus, str(number), start) for number in range(CLUSTERS)]
     outers = [cluster.outer for cluster in clusters]
-    dense_names = clusters[0].pipeline.spans[0].embedding_names
+    embeddings = clusters[0].pipeline.spans[0].embedding_names
+    dense_names = setting.compression.never_factored(embeddings)
     layout = StageLayouts(outers[0], list(outers[0].anchor), dense_names, 1).at(1)
-    probes = {s.name: Probe(spec_of(model, s), outers[0], dense_names) for s in probed}
+    probes = {s.name: Probe(spec_of(model, s), outers[0], embeddings) for s in probed}
     pending: tuple[Average, list[Average]] | None = None
 
     def land(t: int) -> None:

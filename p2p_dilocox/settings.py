@@ -242,6 +242,9 @@ class Compression:
         int, Rule("a multiple of 8 from 8 to 65528", _whole_bytes), "values that share one scale"
     ]
     lowrank: Annotated[int, between(0, 65536), "directions kept of each weight matrix (r); 0: all, dense"]
+    factor_embeddings: Annotated[
+        bool, "whether embeddings and output head are matrices like others, or sent whole"
+    ] = True
     top: Annotated[float, fraction, "part of the values that is sent, the largest of each 4096"] = 1.0
     return_top: Annotated[float, fraction, "the same of an average that comes back"] = 1.0
     feedback: Annotated[
@@ -250,6 +253,10 @@ class Compression:
         "what becomes of the part a message could not say",
     ]
     gamma: Annotated[float, between(0, 1), "part of the error buffer added to the next pseudo-gradient"]
+
+    def never_factored(self, embedding_names: frozenset[str]) -> frozenset[str]:
+        """Tensors that are sent whole whatever their shape. embedding_names: with the output head."""
+        return frozenset() if self.factor_embeddings else embedding_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,8 +54,8 @@ def tensors_of(spec: RunSpec, skeleton: Skeleton) -> ModelTensors:
         stage: {name: tuple(p.shape) for name, p in parameters.items()}
         for stage, parameters in span.stage_parameters.items()
     }
-    num_layers = cuts[-1].stop
-    return ModelTensors(shapes, span.embedding_names, tied_name=span.tied_name, num_layers=num_layers)
+    num_layers, dense = cuts[-1].stop, spec.compression.never_factored(span.embedding_names)
+    return ModelTensors(shapes, dense, tied_name=span.tied_name, num_layers=num_layers)
 
 
 def round_bytes(spec: RunSpec, tensors: ModelTensors, num_clusters: int) -> float:

@@ -172,7 +172,7 @@ def _build(
     batches = Batches(load_tokens(spec, state / "tokens"), spec, key.cluster_id)
 
     names = names_of_stages(pipeline.stage_of)
-    dense = spans[0].embedding_names
+    dense = spec.compression.never_factored(spans[0].embedding_names)
     offload = config["offload"] and device.type != "cpu"  # on a CPU all is in main memory anyway
     outer = OuterState(spec, pipeline.parameters, dense, genesis(digest), offload=offload)
     if spec.model.start == "weights":

@@ -7,8 +7,6 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-_UNIT = "tests/unit/"
-
 # No test asks a hub, and none waits for one: what the tests read is in the package or made by them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Several processes share the machine, and matrix products have the same bits on every one.
@@ -20,18 +18,24 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("steady")
 
 
+def _has_clocks(nodeid: str) -> bool:
+    """Whole programs that must do something in time."""
+    return nodeid.startswith(("tests/apps/", "tests/faults/")) and "test_chaos" not in nodeid
+
+
 class Groups(LoadScopeScheduling):
-    """Unit tests side by side (-n 2 --no-loadscope-reorder); those that start processes one at a time, for
-    they have deadlines. xdist_group would say so, but has no effect with pytest 9."""
+    """`pytest -n 2 --no-loadscope-reorder`: those that have clocks one at a time on one worker, all others
+    file by file on the other. xdist_group would say so, but has no effect with pytest 9."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if nodeid.startswith(_UNIT) else "processes"
+        return "clocks" if _has_clocks(nodeid) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
     return Groups(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The unit tests first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(_UNIT))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those that have clocks take longest: first with two workers, else last."""
+    by_two = hasattr(config, "workerinput")
+    items.sort(key=lambda item: _has_clocks(item.nodeid) != by_two)

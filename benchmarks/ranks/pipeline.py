@@ -76,7 +76,7 @@ def train(config: dict[str, Any], rank: int) -> dict[str, Any]:
     spec, ranks, device = parse_run(config["run"]), config["ranks"], torch.device(config["device"])
     pipeline = pipeline_of(spec, rank, ranks, device)
     optimizer = InnerOptimizer(pipeline.all_parameters, spec.inner, 1000)
-    dense = pipeline.spans[0].embedding_names
+    dense = spec.compression.never_factored(pipeline.spans[0].embedding_names)
     outer = OuterState(spec, pipeline.parameters, dense, "") if config["outer"] else None
     vocabulary = int(config_from_spec(spec.model).vocab_size)
     shape = (spec.inner.batch_size, spec.data.seq_len + 1)

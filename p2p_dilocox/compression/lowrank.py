@@ -48,7 +48,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
 def is_lowrank(name: str, shape: Sequence[int], r: int, dense_names: Collection[str] = ()) -> bool:
     """Whether a tensor is sent as factors: two or more dimensions, and r (m + n) < m n with r < min(m, n).
 
-    dense_names: tensors that are not, whatever their shape (embeddings, output head). r: 0 for none at all.
+    dense_names: tensors that are not, whatever their shape. r: 0 for none at all.
     """
     if r <= 0 or len(shape) < 2 or name in dense_names:
         return False

@@ -102,12 +102,11 @@ class _Cluster:
         pipeline, span, layers = whole_model(spec)
         if self.world.start is not None:
             load_start(self.world.start, pipeline)
-        outer = OuterState(spec, pipeline.parameters, span.embedding_names, genesis(self.world.digest))
+        dense = spec.compression.never_factored(span.embedding_names)
+        outer = OuterState(spec, pipeline.parameters, dense, genesis(self.world.digest))
         stage_of = pipeline.stage_of
         self.names = {s: [n for n in stage_of if stage_of[n] == s] for s in range(spec.model.stages)}
-        self.layouts = {
-            s: StageLayouts(outer, n, span.embedding_names, layers) for s, n in self.names.items()
-        }
+        self.layouts = {s: StageLayouts(outer, n, dense, layers) for s, n in self.names.items()}
         return Rank(
             index=0, cluster_id=self.place.cluster_id, pipeline=pipeline, outer=outer,
             inner=build_inner(spec, pipeline, outer),

@@ -47,7 +47,7 @@ class Cluster:
         spans = build_chunks(skeleton, placement, rank, cuts, seed=spec.run.seed, device=CPU)
         self.pipeline = Pipeline(spec, spans, rank, num_ranks, CPU)
         self.inner = InnerOptimizer(self.pipeline.all_parameters, spec.inner, 100)
-        self.outer = OuterState(spec, self.pipeline.parameters, spans[0].embedding_names, "")
+        self.outer = OuterState(spec, self.pipeline.parameters, frozenset(), "")
         self.rank = cast(Rank, SimpleNamespace(
             index=rank, pipeline=self.pipeline, inner=self.inner, outer=self.outer, local=None, t=1, h=0,
             unsent_tokens=0,

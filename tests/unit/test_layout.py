@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from p2p_dilocox.compression import BITS, Layout, Phase, Piece, decode, encode, encoded_bytes, round_trip
+from p2p_dilocox.outer import OuterState
+from p2p_dilocox.runspec import parse_run_as, read_run_text
 from p2p_dilocox.settings import Compression
+from p2p_dilocox.simulation.start import whole_model
+from p2p_dilocox.traffic import model_tensors
 
 SHAPES = {
     "model.layers.0.mlp.up_proj.weight": (100, 40),
@@ -64,6 +68,19 @@ def test_matrices_are_factored_and_the_rest_is_dense() -> None:
     assert layout().lowrank_names == ("model.layers.0.conv.weight", "model.layers.0.mlp.up_proj.weight")
     assert set(layout().lowrank_names) | set(layout().dense_names) == set(SHAPES)
     assert not set(layout().lowrank_names) & set(layout().dense_names)
+
+
+@pytest.mark.parametrize("factored", [True, False])
+def test_embeddings_are_matrices_like_others_unless_the_run_sends_them_whole(factored: bool) -> None:
+    overrides = {"compression": {"lowrank": 24, "factor_embeddings": factored}}
+    spec = parse_run_as(read_run_text("demo"), "dilocox", seed=0, inner_steps=40, overrides=overrides)
+    tensors = model_tensors(spec)
+    outer = OuterState(spec, whole_model(spec)[0].parameters, tensors.dense_names, "")
+    sent = Layout(tensors.stages[0], spec.compression, dense_names=tensors.dense_names)
+    assert ("model.embed_tokens.weight" in sent.lowrank_names) == factored
+    assert outer.basis.keys() >= set(sent.lowrank_names)
+    values = math.prod(tensors.stages[0]["model.embed_tokens.weight"])
+    assert (sent.phase_numel("p") > values) == (not factored)
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (64, torch.float64)])

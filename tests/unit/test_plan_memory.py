@@ -90,6 +90,10 @@ def span_of(spec: RunSpec, rank: int, ranks: int, device: torch.device = CPU) ->
     return span
 
 
+def dense_of(spec: RunSpec, span: Span) -> frozenset[str]:
+    return spec.compression.never_factored(span.embedding_names)
+
+
 def row(memory: RankMemory, name: str) -> int:
     (found,) = (r.bytes for r in memory.rows if r.name == name)
     return found
@@ -126,7 +130,7 @@ def test_state_is_what_the_real_objects_hold(
         parameter.grad = torch.ones_like(parameter)
     inner = InnerOptimizer(held, spec.inner, 10, bits=adamw_bits)
     inner.step(0)
-    outer = OuterState(spec, owned, span.embedding_names, "")
+    outer = OuterState(spec, owned, dense_of(spec, span), "")
     local = LocalOuter(spec.local, owned)
 
     assert planned.parameters == sum(p.numel() for p in owned.values())
@@ -151,7 +155,7 @@ def test_every_tensor_of_the_outer_state_is_planned(mode: str, average: str) -> 
     planned = rank_memory(spec, PlannedModel(spec), Cluster(1, "cpu"), 0, clusters=4)
     span = span_of(spec, 0, 1)
     owned = {n: p for parameters in span.stage_parameters.values() for n, p in parameters.items()}
-    outer = OuterState(spec, owned, span.embedding_names, "")
+    outer = OuterState(spec, owned, dense_of(spec, span), "")
     real = [t for part in vars(outer).values() if isinstance(part, dict) for t in part.values()]
     names = ("anchor", "outer momentum", "momentum of own shares", "second moment", "undelivered", "counted")
     assert total(real) == sum(row(planned, name) for name in (*names, "averaging: basis"))
@@ -165,14 +169,14 @@ def test_averaging_is_what_a_reducer_holds(bits: int) -> None:
     planned = rank_memory(spec, PlannedModel(spec), Cluster(1, "cpu"), 0, clusters=4)
     span = span_of(spec, 0, 1)
     owned = {n: p.detach() for parameters in span.stage_parameters.values() for n, p in parameters.items()}
-    outer = OuterState(spec, owned, span.embedding_names, "")
+    outer = OuterState(spec, owned, dense_of(spec, span), "")
     vectors: list[Tensor] = []
     coded = 0
 
     async def hold(executor: ThreadPoolExecutor) -> None:
         nonlocal coded
         for parameters in span.stage_parameters.values():
-            layout = StageLayouts(outer, list(parameters), span.embedding_names, 4).at(1)
+            layout = StageLayouts(outer, list(parameters), dense_of(spec, span), 4).at(1)
             code = CodedStage(outer, layout)
             p = code.vector_p()
             q = code.vector_q(p)
@@ -264,7 +268,7 @@ def test_steps_and_a_checkpoint_hold_together_what_is_planned(average: str) -> N
     with live:
         span = span_of(spec, 0, 1)
         pipeline = Pipeline(spec, [span], 0, 1, CPU)
-        outer = OuterState(spec, pipeline.parameters, span.embedding_names, "")
+        outer = OuterState(spec, pipeline.parameters, dense_of(spec, span), "")
         inner, local = build_inner(spec, pipeline, outer), build_local_outer(spec.local, pipeline.parameters)
         rank = cast(Rank, SimpleNamespace(pipeline=pipeline, outer=outer, inner=inner, local=local, index=0))
 
