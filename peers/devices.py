@@ -12,7 +12,7 @@ __all__ = ["check_form", "check_shared_memory", "parse_devices"]
 _FORMS = "Give cpu:2 (two processes), cuda:0,1 (one per GPU) or auto."
 
 
-_CPUS = re.compile(r"cpu(?::([0-9]{1,4}))?")
+_CPUS = re.compile(r"cpu(?::([1-9][0-9]{0,3}))?")
 _GPUS = re.compile(r"cuda:([0-9]{1,4}(?:,[0-9]{1,4})*)")
 
 
@@ -37,7 +37,7 @@ def parse_devices(text: str, stages: int) -> tuple[str, ...]:
     else:
         devices = [f"cuda:{int(index)}" for index in text.removeprefix("cuda:").split(",")]
         _check_gpus(text, devices)
-    if not 1 <= len(devices) <= stages:
+    if len(devices) > stages:
         raise SpecError(
             f"devices = {text!r} means {len(devices)} processes; this run has {stages} stages, "
             f"so a cluster has 1 to {stages} of them."

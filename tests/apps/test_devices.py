@@ -35,7 +35,7 @@ def test_auto_takes_every_gpu_up_to_one_per_stage(
     ("text", "words"),
     [
         ("cpu:3", "3 processes; this run has 2 stages"),
-        ("cpu:0", "0 processes"),
+        ("cpu:0", "not a list of devices"),
         ("cpu:-1", "not a list of devices"),
         ("gpu", "not a list of devices"),
         ("", "not a list of devices"),
