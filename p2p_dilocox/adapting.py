@@ -7,7 +7,7 @@ round that led to it, which comes with every checkpoint and every download: `rec
 that is measured anew.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -121,9 +121,10 @@ class Adapting:
 
 
 def build_adapting(
-    spec: RunSpec, stage_of: Mapping[str, int], lowrank_names: Sequence[str]
+    spec: RunSpec, stage_of: Mapping[str, int], lowrank_names: Iterable[str], embedding_names: Collection[str]
 ) -> Adapting | None:
-    """None if rank and H are pinned."""
+    """None if rank and H are pinned. Embeddings and output head have the rank that the layers of their stage
+    use: so tall are they that they alone would decide otherwise."""
     if spec.adapt.rule == "none":
         return None
-    return Adapting(spec, {name: stage_of[name] for name in lowrank_names})
+    return Adapting(spec, {name: stage_of[name] for name in lowrank_names if name not in embedding_names})

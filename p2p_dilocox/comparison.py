@@ -6,7 +6,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from p2p_dilocox.data import load_tokens
-from p2p_dilocox.errors import StateError
+from p2p_dilocox.errors import SpecError, StateError
+from p2p_dilocox.recipe import recipes
 from p2p_dilocox.runspec import RunSpec, parse_run_as, total_inner_steps
 from p2p_dilocox.simulation import Link, Place, Point, Simulation, Together, never_differ, warm_start
 from p2p_dilocox.state_dir import write_atomic
+from p2p_dilocox.suggest import did_you_mean
 from p2p_dilocox.toml_text import toml_text
 from p2p_dilocox.traffic import fp16_bytes, model_tensors
 
@@ -27,7 +29,8 @@ __all__ = [
 ]  # fmt: skip
 
 _VALIDATIONS = 12
-_FORMAT = 2  # of a cell's file, and of what a simulation gives
+# Of a cell's file, of what a simulation gives, and of the settings that have a default.
+_FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,8 @@ class Method:
 class Setup:
     """What all cells share.
 
-    text: a run.toml, whose method is replaced. methods: by name; any other name is that of a recipe.
+    text: a run.toml, whose method is replaced; name: its file, for errors. methods: by name; any other name
+    is that of a recipe.
     inner_steps: of each cluster. warm_steps: of an AllReduce at every step, which all go on from.
     allreduce_steps: how many inner steps as long an fp16 AllReduce of the model takes, which fixes the links.
     31 is the paper's OPT-1.3B at 1 Gbit/s (arXiv 2506.21263, Table 1: 23,880 tokens/s when nothing waits, 745
@@ -56,6 +60,7 @@ class Setup:
     """
 
     text: str
+    name: str = "run.toml"
     methods: Mapping[str, Method] = field(default_factory=dict)
     clusters: int = 4
     inner_steps: int = 384
@@ -67,10 +72,14 @@ class Setup:
 
     def spec(self, name: str, seed: int) -> RunSpec:
         """Raises SpecError."""
+        if name not in self.methods and name not in recipes():
+            known = [*self.methods, *recipes()]
+            raise SpecError(f"{name} is no method of {self.name}, and no recipe{did_you_mean(name, known)}")
         method = self.method(name)
         spec = parse_run_as(
-            self.text, method.recipe, seed=seed, inner_steps=self.inner_steps, overrides=method.overrides
-        )
+            self.text, method.recipe, seed=seed, inner_steps=self.inner_steps, overrides=method.overrides,
+            name=f"{self.name}, methods.{name}" if name in self.methods else self.name,
+        )  # fmt: skip
         every = max(1, spec.run.outer_steps // _VALIDATIONS)
         return replace(spec, eval=replace(spec.eval, every=every))
 
@@ -265,7 +274,16 @@ def cell_file(setup: Setup, cell: Cell, out: Path, link: str) -> Path:
 
 
 def _digest(spec: RunSpec, *more: float | str) -> str:
-    text = json.dumps([_FORMAT, torch.__version__, asdict(spec), *more], default=str)
+    """Settings at their defaults are left out, so that a new one changes no name."""
+    sections = [(table.name, getattr(spec, table.name)) for table in fields(spec)]
+    set_ = {
+        f"{table}.{key.name}": value
+        for table, section in sections
+        for key in fields(section)
+        if (value := getattr(section, key.name)) != key.default
+    }
+    release = torch.__version__.partition("+")[0]
+    text = json.dumps([_FORMAT, release, set_, *more], default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

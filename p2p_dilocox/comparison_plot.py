@@ -16,7 +16,7 @@ __all__ = ["front", "plot_comparison", "plot_front"]
 _PANELS: list[tuple[str, str, str, Callable[[Point], float]]] = [
     ("tokens of all clusters", "", "linear", lambda p: p.tokens),
     ("bytes that a cluster has sent", "B", "log", lambda p: p.sent_bytes),
-    ("simulated time", "s", "log", lambda p: p.seconds),
+    ("time", "s", "log", lambda p: p.seconds),
 ]
 
 

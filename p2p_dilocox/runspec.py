@@ -119,8 +119,9 @@ def parse_run_as(
     name: str = "run.toml",
 ) -> RunSpec:
     """The run of `text` by another method: the same model, data and inner optimizer, all else as `recipe` and
-    then `overrides` have it, and as many outer steps as `inner_steps` inner steps make. One that adapts has
-    its H pinned, so that it trains on as many tokens. Raises SpecError as parse_run does.
+    then `overrides` have it, and as many outer steps as `inner_steps` inner steps make. So that all train on
+    as many tokens, one that adapts has its H pinned, and no H is larger than `inner_steps`. Raises SpecError
+    as parse_run does.
     """
     of_others = _OF_METHODS | _OF_COMPARISONS
     tables = {k: v for k, v in _tables(text, name).items() if k not in of_others}
@@ -129,10 +130,12 @@ def parse_run_as(
     if method is not None and isinstance(H, int):
         # A whole turn of fragments, or a method's own number, takes the place of the run's H.
         inner["H"] = method.inner.get("H", max(1, H // method.schedule.fragments))
-    tables["inner"] = inner = {**inner, **overrides.get("inner", {})}
-    if method is not None and method.adapt.rule != "none":
-        tables["adapt"] = {"H_min": inner.get("H"), "H_max": inner.get("H")}
+    tables["inner"] = inner
     tables |= {table: {**tables.get(table, {}), **keys} for table, keys in overrides.items()}
+    if isinstance(H := tables["inner"].get("H"), int):
+        tables["inner"]["H"] = H = min(H, inner_steps)
+    if method is not None and tables.get("adapt", {}).get("rule", method.adapt.rule) != "none":
+        tables["adapt"] = {**tables.get("adapt", {}), "H_min": H, "H_max": H}
     run = {**tables.get("run", {}), "recipe": recipe, "seed": seed, "outer_steps": max(1, inner_steps)}
     run["outer_steps"] = _outer_steps(_read({**tables, "run": run}, {}, name), inner_steps)
     return _read({**tables, "run": run}, {}, name)
@@ -258,9 +261,10 @@ class _Reader:
         if isinstance(lowrank, int) and isinstance(feedback, str):
             compression["gamma"] = default_gamma(feedback, lowrank)
         compression["return_top"] = self._given("compression", "top", recipe.compression.return_top)
-        bits = self._given("compression", "bits", recipe.compression.bits)
+        bits = self._given("compression", "bits", None)
         if isinstance(bits, int):
             compression["strong_bits"] = max(bits, recipe.compression.strong_bits)
+            compression["return_bits"] = bits
         return {
             "inner": dict(recipe.inner),
             "local": asdict(recipe.local),

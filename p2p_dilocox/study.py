@@ -10,6 +10,7 @@
 `dilocox-peer compare --run` reads both. Nothing else does: such a file is no run.toml.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,9 @@ from p2p_dilocox.errors import SpecError
 from p2p_dilocox.suggest import did_you_mean
 
 __all__ = ["Study", "read_study"]
+
+_LEAST = {"warm": 0, "allreduce_steps": 1e-6}  # of others 1
+_MOST = {"clusters": 64, "seeds": 100}  # as on the command line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +75,10 @@ def _table(value: Any, what: str, name: str) -> dict[str, Any]:
 
 
 def _number(value: Any, what: str, name: str) -> Any:
-    whole = what.rpartition(".")[2] != "allreduce_steps"
-    least = 0 if what.endswith(".warm") else 1
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value < least:
-        raise SpecError(
-            f"{name}: {what} = {value!r}, must be a {'whole ' if whole else ''}number of at least {least}"
-        )
+    key = what.rpartition(".")[2]
+    whole, least, most = key != "allreduce_steps", _LEAST.get(key, 1), _MOST.get(key, math.inf)
+    number = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
+    if not number or not least <= value <= most or not math.isfinite(value):
+        limit = f"at least {least}" if most == math.inf else f"{least} to {most}"
+        raise SpecError(f"{name}: {what} = {value!r}, must be a {'whole ' if whole else ''}number of {limit}")
     return value

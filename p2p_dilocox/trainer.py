@@ -116,7 +116,7 @@ def inner_step(spec: RunSpec, rank: Rank) -> bool:
         if rank.local and rank.local.step_(rank.pipeline.parameters, round(number) + 1):
             rank.pipeline.sync_tied_()
         num_tokens = int((tokens[:, 1:] >= 0).sum())  # the rest is padding
-        seconds = time.monotonic() - started
+        seconds = rank.step_s or time.monotonic() - started
         if rank.adapting:
             rank.adapting.trained(seconds)
         rank.unsent_tokens += num_tokens

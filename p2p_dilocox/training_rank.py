@@ -62,4 +62,5 @@ class Rank:
     local: LocalOuter | None = None  # outer steps of this cluster alone
     H: int = 1  # inner steps of the outer step in progress
     adapting: Adapting | None = None
+    step_s: float | None = None  # of a simulated inner step; None: as it is measured
     anchors: AnchorMean | None = None  # the last ones, whose mean is validated

@@ -367,9 +367,9 @@ def compare(
     text = read_run_text(run)
     study = read_study(text, Path(run).name)
     if quick:
-        clusters, steps, seeds = 2, 64, 1
+        clusters, steps, seeds, warm = 2, 64, 1, 0
     setup = Setup(
-        text=text, methods=study.methods, clusters=clusters or study.clusters,
+        text=text, name=Path(run).name, methods=study.methods, clusters=clusters or study.clusters,
         inner_steps=steps or study.steps, warm_steps=study.warm if warm is None else warm,
         allreduce_steps=allreduce_steps or study.allreduce_steps,
     )  # fmt: skip

@@ -172,7 +172,8 @@ def _build(
     batches = Batches(load_tokens(spec, state / "tokens"), spec, key.cluster_id)
 
     names = names_of_stages(pipeline.stage_of)
-    dense = spec.compression.never_factored(spans[0].embedding_names)
+    embeddings = spans[0].embedding_names
+    dense = spec.compression.never_factored(embeddings)
     offload = config["offload"] and device.type != "cpu"  # on a CPU all is in main memory anyway
     outer = OuterState(spec, pipeline.parameters, dense, genesis(digest), offload=offload)
     if spec.model.start == "weights":
@@ -248,7 +249,7 @@ def _build(
         ),
         local=build_local_outer(spec.local, pipeline.parameters),
         anchors=build_anchor_mean(spec),
-        adapting=build_adapting(spec, pipeline.stage_of, list(outer.basis)),
+        adapting=build_adapting(spec, pipeline.stage_of, outer.basis, embeddings),
         wish=wish, report=report, share=open_data_share(spec, state, key.cluster_id, progress),
     )  # fmt: skip
     recover(spec, rank, state, digest)

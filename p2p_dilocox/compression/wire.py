@@ -15,8 +15,8 @@ from p2p_dilocox.compression.topk import decode_top, encode_top, top_bytes
 
 __all__ = ["HEADER_BYTES", "VERSION", "chunk_bytes", "code_bytes", "pack_chunk", "unpack_chunk"]
 
-VERSION: Final = 2
-"""Of the code, and of the order of values in a phase vector. 1: matrix by matrix, one width for all."""
+VERSION: Final = 3
+"""Of the code, and of what stands where in a phase vector. docs/wire.md has what each version had."""
 _HEADER: Final = struct.Struct("<BBHI")  # version, bits, group, n
 HEADER_BYTES: Final = _HEADER.size
 

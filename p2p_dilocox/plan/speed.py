@@ -11,6 +11,7 @@ from p2p_dilocox.compression import Layout
 from p2p_dilocox.overlap import Overlap
 from p2p_dilocox.plan.cluster import Cluster
 from p2p_dilocox.plan.model import PlannedModel
+from p2p_dilocox.recipe import recipes
 from p2p_dilocox.settings import Compression, RunSpec
 from p2p_dilocox.traffic import round_bytes
 
@@ -142,16 +143,12 @@ def pace(
 
 def codings(spec: RunSpec, model: PlannedModel) -> list[Coding]:
     """What might be sent instead, the least lossy first: docs/recipes.md says what each costs in loss."""
-    width = int(model.config.hidden_size)
-    plain = replace(
-        spec.compression, bits=4, return_bits=4, strong_bits=4, lowrank=0, gamma=1.0, gather_up_to=2,
-        feedback="local", top=1.0, return_top=1.0,
-    )  # fmt: skip
-    found = [Coding("4 bits, lowrank 0", plain)]
+    known, width = recipes(), int(model.config.hidden_size)
+    found = [Coding("4 bits, lowrank 0", known["dilocox-dense"].compression)]
     for part in (4, 8, 16):
         if lowrank := width // part:
-            strong = replace(plain, lowrank=lowrank, strong_bits=8, strong_fraction=0.125, gamma=0.5)
-            found.append(Coding(f"4-8 bits, lowrank {lowrank}", strong))
+            low = replace(known["dilocox"].compression, lowrank=lowrank)
+            found.append(Coding(f"4-8 bits, lowrank {lowrank}", low))
     return found
 
 

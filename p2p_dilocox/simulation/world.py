@@ -112,12 +112,12 @@ class _Cluster:
             inner=build_inner(spec, pipeline, outer),
             local=build_local_outer(spec.local, pipeline.parameters),
             anchors=build_anchor_mean(spec),
-            adapting=build_adapting(spec, pipeline.stage_of, list(outer.basis)),
+            adapting=build_adapting(spec, pipeline.stage_of, outer.basis, span.embedding_names),
             rounds=cast(Any, SimpleNamespace(start=self._start)),
             batches=Batches(corpus, spec, self.place.cluster_id), progress=Progress(),
             history=self.world.history(self.place.cluster_id, list(self.layouts)),
             checkpoints=cast(Any, SimpleNamespace(save=lambda _rank: None)),
-            wish=Wish(), report=self._report,
+            wish=Wish(), report=self._report, step_s=self.place.step_s,
         )  # fmt: skip
 
     def take_turn(self) -> None:

@@ -20,7 +20,7 @@ __all__ = [
     "open_sealed", "peer_of_stage", "seal", "unpack",
 ]  # fmt: skip
 
-PROTOCOL = 4  # raised when two versions could not average together
+PROTOCOL = 5  # raised when two versions could not average together
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from p2p_dilocox.comparison import Cell, Method, Result, Setup, prepare, read_cell, run_cell, summarise
+from p2p_dilocox.comparison import (
+    Cell,
+    Method,
+    Result,
+    Setup,
+    cell_file,
+    prepare,
+    read_cell,
+    run_cell,
+    summarise,
+)
 from p2p_dilocox.comparison_plot import front
 from p2p_dilocox.errors import SpecError, StateError
 from p2p_dilocox.recipe import recipes
@@ -74,7 +84,7 @@ def test_every_recipe_makes_as_many_inner_steps(name: str) -> None:
 
 
 def test_what_a_recipe_cannot_be_is_said_before_anything_runs() -> None:
-    with pytest.raises(SpecError, match='recipe = "dilocoy", must be one of .*did you mean'):
+    with pytest.raises(SpecError, match="no method of run.toml, and no recipe, did you mean 'diloco'"):
         SETUP.spec("dilocoy", 0)
     with pytest.raises(SpecError, match="inner.warmup_steps = 2, must be at most 1"):
         replace(SETUP, inner_steps=1, text=TEXT.replace("H = 4", "H = 1")).spec("fedavg", 0)
@@ -91,8 +101,24 @@ def test_a_method_is_a_recipe_with_other_settings() -> None:
         "dilocox-dense: inner.H = 3, compression.bits = 2, adapt.startup_steps = 2"
     )
     assert setup.spec("dilocox-dense", 0).inner.H == 4
-    with pytest.raises(SpecError, match=r"inner.h = 3|unknown key h"):
+    with pytest.raises(SpecError, match=r"run.toml, methods.x: .*(inner.h = 3|unknown key h)"):
         replace(SETUP, methods={"x": Method(recipe="fedavg", overrides={"inner": {"h": 3}})}).spec("x", 0)
+
+
+@pytest.mark.parametrize("H", [4, 1000])
+def test_a_method_that_adapts_or_has_a_large_h_trains_on_as_many_tokens(H: int) -> None:  # noqa: N803
+    overrides: dict[str, dict[str, object]] = {"inner": {"H": H}, "adapt": {"rule": "band"}}
+    spec = replace(SETUP, methods={"x": Method(recipe="dilocox", overrides=overrides)}).spec("x", 0)
+    assert spec.run.outer_steps * spec.inner.H == SETUP.inner_steps
+    assert adapted_inner_steps(spec) == (spec.inner.H, spec.inner.H)
+
+
+def test_a_setting_at_its_default_names_no_other_cell() -> None:
+    def name(**keys: bool) -> str:
+        methods = {"x": Method(recipe="dilocox", overrides={"compression": dict(keys)})}
+        return cell_file(replace(SETUP, methods=methods), Cell("x", 0), Path(), "").name
+
+    assert name() == name(factor_embeddings=True) != name(factor_embeddings=False)
 
 
 def test_a_summary_is_ordered_by_loss_and_counts_the_gap_from_allreduce_of_the_same_seed() -> None:

@@ -1,6 +1,7 @@
 """What a plan says a rank holds, against the tensors that a rank really has."""
 
 import asyncio
+import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +17,7 @@ from p2p_dilocox.averaging.butterfly import Butterfly, Terms
 from p2p_dilocox.averaging.coded import CodedStage, StageLayouts, chunk_ranges
 from p2p_dilocox.averaging.division import PHASES
 from p2p_dilocox.checkpoint.store import _copies
-from p2p_dilocox.compression import pack_chunk
+from p2p_dilocox.compression import Layout, orthonormalise, pack_chunk
 from p2p_dilocox.gradient_sum import build_inner
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.local_outer import LocalOuter, build_local_outer
@@ -35,6 +36,7 @@ from p2p_dilocox.plan.fit import largest, ways_to_fit
 from p2p_dilocox.plan.memory import RankMemory, all_ranks, rank_memory
 from p2p_dilocox.plan.model import PlannedModel
 from p2p_dilocox.runspec import RunSpec, parse_run
+from p2p_dilocox.traffic import model_tensors
 from p2p_dilocox.trainer import Rank
 
 TEXT = """
@@ -71,8 +73,8 @@ lowrank = 16
 """
 CPU = torch.device("cpu")
 ELSEWHERE = (
-    "averaging: vectors", "averaging: factors", "averaging: last round, kept", "at other moments",
-    "libraries",
+    "averaging: vectors", "averaging: factors", "averaging: factorising", "averaging: last round, kept",
+    "at other moments", "libraries",
 )  # fmt: skip
 """What a step beside a checkpoint does not hold."""
 
@@ -196,6 +198,21 @@ def test_averaging_is_what_a_reducer_holds(bits: int) -> None:
     assert row(planned, "averaging: vectors") == pytest.approx(total(vectors), rel=0.01)
     assert row(planned, "averaging: factors") == total(factors)
     assert row(planned, "averaging: last round, kept") == pytest.approx(coded, rel=0.01)
+
+
+def test_the_largest_factorisation_is_planned() -> None:
+    """Of the tensors that a round makes of one matrix, the most that live at a time."""
+    spec = spec_of()
+    tensors, r = model_tensors(spec), spec.compression.lowrank
+    most = 0
+    for shapes in tensors.stages.values():
+        for name in Layout(shapes, spec.compression, dense_names=tensors.dense_names).lowrank_names:
+            factor, live = torch.randn(shapes[name][0], r), _LiveBytes()
+            with live:
+                orthonormalise(factor)
+            most = max(most, live.peak, 4 * math.prod(shapes[name]))
+    planned = rank_memory(spec, PlannedModel(spec), Cluster(1, "cpu"), 0, clusters=4)
+    assert row(planned, "averaging: factorising") == pytest.approx(most, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ VALUES = torch.randn(203, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("bits", BITS)
 def test_a_chunk_is_the_header_and_the_code(bits: int) -> None:
     data = pack_chunk(VALUES, bits, 64)
-    assert data == struct.pack("<BBHI", 2, bits, 64, 203) + encode(VALUES, bits, 64)
+    assert data == struct.pack("<BBHI", 3, bits, 64, 203) + encode(VALUES, bits, 64)
     assert len(data) == chunk_bytes(203, bits, 64)
     truth = decode(data[HEADER_BYTES:], 203, bits, 64)
     assert torch.equal(unpack_chunk(data, n=203, bits=bits, group=64), truth)
@@ -49,7 +49,7 @@ def test_a_chunk_of_other_settings_is_refused_with_both_values(
 def test_another_version_is_refused() -> None:
     data = bytearray(pack_chunk(VALUES, 4, 64))
     data[0] = 1
-    with pytest.raises(ValueError, match="version = 1, expected 2"):
+    with pytest.raises(ValueError, match="version = 1, expected 3"):
         unpack_chunk(data, n=203, bits=4, group=64)
 
 
@@ -82,7 +82,7 @@ def almost_chunks(draw: st.DrawFn) -> tuple[bytes, int, int, int]:
     """Noise, or a good chunk with a few bytes changed or missing; and the n, bits, group expected."""
     n, bits, group = draw(st.integers(0, 200)), draw(st.sampled_from(BITS)), draw(st.sampled_from([8, 64]))
     if draw(st.booleans()):
-        header = struct.pack("<BBHI", 2, bits, group, n)
+        header = struct.pack("<BBHI", 3, bits, group, n)
         size = chunk_bytes(n, bits, group) - HEADER_BYTES
         return (
             header + draw(st.binary(min_size=size, max_size=size + draw(st.integers(0, 1)))),
@@ -114,7 +114,7 @@ def test_no_announced_size_takes_memory(data: bytes, n: int, bits: int) -> None:
     with pytest.raises(ValueError, match=r"chunk has|bytes for"):
         unpack_chunk(data, n=n, bits=bits, group=64)
     with pytest.raises(ValueError, match=r"chunk has"):
-        unpack_chunk(struct.pack("<BBHI", 2, bits, 64, 0xFFFFFFFF) + data, n=64, bits=bits, group=64)
+        unpack_chunk(struct.pack("<BBHI", 3, bits, 64, 0xFFFFFFFF) + data, n=64, bits=bits, group=64)
 
 
 def test_what_the_header_cannot_hold_is_refused() -> None:
