@@ -110,7 +110,7 @@ def test_validate_shows_the_run_on_one_screen(run_file: Path) -> None:
     assert result.exit_code == 0
     for part in (
         "86,176 parameters",
-        "39.7 kB per outer step",
+        "10.4 kB per outer step",
         "tiny, recipe dilocox, 3 outer steps",
         "llama in 2 stages",
         "layer 0: 50% of memory, 12% of work; layer 1: 50% of memory, 88% of work",
