@@ -24,4 +24,5 @@ def test_the_front_has_what_nothing_beats_with_as_few_bytes() -> None:
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_the_default_of_dilocox_is_on_the_front_of_the_sweep(model: str) -> None:
+    """The default when it was run: embeddings whole, feedback local."""
     assert DEFAULT in pareto(points(json.loads(RESULTS.read_text(encoding="utf-8"))["rows"], model))
