@@ -73,8 +73,11 @@ class Setup:
     def spec(self, name: str, seed: int) -> RunSpec:
         """Raises SpecError."""
         if name not in self.methods and name not in recipes():
-            known = [*self.methods, *recipes()]
-            raise SpecError(f"{name} is no method of {self.name}, and no recipe{did_you_mean(name, known)}")
+            known = sorted({*self.methods, *recipes()})
+            guess = did_you_mean(name, known) or "."
+            raise SpecError(
+                f"{name} is no method of {self.name}, and no recipe{guess} Known are {', '.join(known)}"
+            )
         method = self.method(name)
         spec = parse_run_as(
             self.text, method.recipe, seed=seed, inner_steps=self.inner_steps, overrides=method.overrides,

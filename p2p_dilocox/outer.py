@@ -94,8 +94,8 @@ class OuterState:
         *,
         offload: bool = False,
     ) -> None:
-        """dense_names: never factored. offload: keep all but `basis` in main
-        memory; results have the same bits."""
+        """dense_names: never factored. offload: keep all but `basis` in main memory; results have the same
+        bits."""
         self.spec, self._offload = spec, offload
         self.device = next(iter(parameters.values())).device
         bits = spec.compression.bits

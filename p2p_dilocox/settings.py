@@ -230,7 +230,11 @@ class Compression:
     bits: Annotated[
         int, one_of(2, 3, 4, 8, 16, 32, 64), "per value sent to the reducer; 16 to 64: plain floats"
     ]
-    return_bits: Annotated[int, one_of(2, 3, 4, 8, 16, 32, 64), "per value of the average sent back"]
+    return_bits: Annotated[
+        int,
+        one_of(2, 3, 4, 8, 16, 32, 64),
+        "per value of the average sent back; as bits where these are set",
+    ]
     strong_bits: Annotated[
         int, one_of(2, 3, 4, 8, 16, 32, 64), "per value of the strongest directions, at least this much back"
     ]

@@ -18,6 +18,7 @@ from typing import Any
 
 from p2p_dilocox.comparison import Method
 from p2p_dilocox.errors import SpecError
+from p2p_dilocox.settings import is_finite
 from p2p_dilocox.suggest import did_you_mean
 
 __all__ = ["Study", "read_study"]
@@ -78,7 +79,7 @@ def _number(value: Any, what: str, name: str) -> Any:
     key = what.rpartition(".")[2]
     whole, least, most = key != "allreduce_steps", _LEAST.get(key, 1), _MOST.get(key, math.inf)
     number = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
-    if not number or not least <= value <= most or not math.isfinite(value):
+    if not number or not least <= value <= most or not is_finite(value):
         limit = f"at least {least}" if most == math.inf else f"{least} to {most}"
         raise SpecError(f"{name}: {what} = {value!r}, must be a {'whole ' if whole else ''}number of {limit}")
     return value

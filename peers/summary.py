@@ -26,11 +26,11 @@ def spec_summary(spec: RunSpec) -> Group:
     run, inner, data, compression = spec.run, spec.inner, spec.data, spec.compression
     tokens = total_inner_steps(spec) * inner.batch_size * data.seq_len
     coding = f"{compression.bits} bits there, {compression.return_bits} back, groups of {compression.group}"
+    if compression.top < 1:
+        coding = f"the largest {compression.top:.4g} of the values, {coding}"
     lowrank = f"lowrank {compression.lowrank}, " if compression.lowrank else ""
     if lowrank and not compression.factor_embeddings:
         lowrank += "embeddings and head whole, "
-    if compression.top < 1:
-        lowrank += f"the largest {compression.top:.4g} of the values, "
     if lowrank and compression.strong_bits > compression.bits and compression.strong_fraction:
         lowrank += f"the strongest {compression.strong_fraction:.4g} in {compression.strong_bits} bits, "
     model = f"{spec.model.config.get('model_type', 'from ' + spec.model.path)} in {spec.model.stages} stages"

@@ -141,7 +141,8 @@ def _round_rows(
         # Ours, what others decode of it, the average; as reducer the sums of our part.
         Row("averaging: vectors", size * (3 * values + (0 if gathers else values // clusters)), "host"),
         Row("averaging: factors", size * r * sum(m for m, _ in matrices), device),
-        # One matrix at a time: a copy of what is undelivered, or its P in float64, for the QR.
+        # One matrix at a time: a copy of what is undelivered; then, of its P, Q and Q with signs in float64
+        # and the result, five times P.
         Row("averaging: factorising", max((4 * m * max(n, 5 * r) for m, n in matrices), default=0), device),
         Row("averaging: basis", 4 * r * sum(n for _, n in matrices), "host"),
         Row("averaging: last round, kept", average, "host"),

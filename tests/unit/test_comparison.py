@@ -86,6 +86,8 @@ def test_every_recipe_makes_as_many_inner_steps(name: str) -> None:
 def test_what_a_recipe_cannot_be_is_said_before_anything_runs() -> None:
     with pytest.raises(SpecError, match="no method of run.toml, and no recipe, did you mean 'diloco'"):
         SETUP.spec("dilocoy", 0)
+    with pytest.raises(SpecError, match="and no recipe. Known are allreduce, cocktailsgd, "):
+        SETUP.spec("xyz", 0)
     with pytest.raises(SpecError, match="inner.warmup_steps = 2, must be at most 1"):
         replace(SETUP, inner_steps=1, text=TEXT.replace("H = 4", "H = 1")).spec("fedavg", 0)
 

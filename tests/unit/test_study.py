@@ -37,6 +37,7 @@ def test_sizes_and_methods_are_read() -> None:
         ("[compare]\nstep = 1", "unknown key step in .compare., did you mean"),
         ("[compare]\nsteps = 0", "compare.steps = 0, must be a whole number of at least 1"),
         ("[compare]\nclusters = 65", "compare.clusters = 65, must be a whole number of 1 to 64"),
+        (f"[compare]\nsteps = {10**400}", "must be a whole number of at least 1"),
         ("[compare]\nallreduce_steps = inf", "compare.allreduce_steps = inf, must be a number"),
         ("[compare]\nclusters = 2.5", "compare.clusters = 2.5, must be a whole number"),
         ("methods = 3", r"\[methods\] = 3, must be a table"),
