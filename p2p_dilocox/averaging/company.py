@@ -292,8 +292,10 @@ class Company:
         self.back(cluster)
         return True
 
-    async def standing_of(self, cluster: str) -> Standing | None:
-        """Where a cluster stands; None if it does not answer in time."""
+    async def standing_of(self, cluster: str, again: bool = False) -> Standing | None:
+        """Where a cluster stands; None if it does not answer in time. again: ask though it seems frozen."""
+        if again:
+            self.heard(cluster)
         if cluster == self.me:
             return self.standing()  # perhaps late, but not dead
         ask = Ask(shown=self.gate.own)

@@ -3,15 +3,15 @@
 The clusters of the last committed round know each other, so they agree, without asking, on an order of
 coordinators for an attempt of outer step t. Each offers its signed `Ready` to the first that answers. The
 coordinator waits until all it expects are there, never longer than its deadline, and closes the call.
-Clusters that are dead are not waited for; those that stand out, or that others refuse to average with, are
-left out and told why.
+Clusters that are dead are not waited for; but where those that are there are a minority, silence is no death
+before the deadline. Those that stand out, or that others refuse to average with, are left out and told why.
 """
 
 import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from p2p_dilocox.averaging.deadlines import Deadline, Timeouts
@@ -154,7 +154,7 @@ class RollCalls:
     """The coordinator's side; every cluster's lead has one.
 
     coordinators: whose lead may hold the roll call. expected: the clusters to wait for. standing_of: where a
-    cluster stands, None if it does not answer. quorum: no fewer
+    cluster stands, None if it does not answer; True: asked even if it did not a moment ago. quorum: no fewer
     take an outer step. parent_of: the lineage that the round of an outer step follows
     from, as a cluster proves it, "" if it cannot. norm_cap: of pseudo-gradients this long. weight_cap: tokens
     that a cluster can have trained in an outer step.
@@ -169,7 +169,7 @@ class RollCalls:
         timeouts: Timeouts,
         coordinators: Callable[[], Sequence[str]],
         expected: Callable[[], Sequence[str]],
-        standing_of: Callable[[str], Awaitable[Standing | None]],
+        standing_of: Callable[[str, bool], Awaitable[Standing | None]],
         min_clusters: Callable[[], int],
         quorum: int,
         parent_of: Callable[[str, int], Awaitable[str]],
@@ -214,7 +214,7 @@ class RollCalls:
                     break
                 if cluster in ready.without:
                     continue
-                if await self.standing_of(cluster) is not None:
+                if await self.standing_of(cluster, False) is not None:
                     return CallReply(redirect=cluster)
             roll = self._rolls.setdefault(key, _Roll(Deadline(self.timeouts.roll_call_s)))
             if not roll.ready:
@@ -247,34 +247,40 @@ class RollCalls:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _close_when_complete(self, key: tuple[int, int], roll: _Roll) -> None:
-        dead: set[str] = set()
+        silent: set[str] = set()  # do not answer
+        follow: set[str] = set()  # came too late for it
+        past: set[str] = set()  # say that it is over
         look_s = _FIRST_LOOK_S
         while True:
             in_step = [c for c, t in self._callers.items() if t >= key[0] - 1]
             expected = {*self.expected(), *in_step}
-            missing = [c for c in expected if c not in roll.ready and c not in dead]
+            # Perhaps it is not the others who are gone, but we who were cut off or stood still.
+            few = 2 * len(roll.ready) < len(expected)
+            missing = [c for c in expected if c not in {*roll.ready, *follow, *past}]
             enough = len(roll.ready) >= self.min_clusters()
             refused = _refused_by_most(roll.ready, len(expected))
-            if enough and (roll.deadline.passed or not any(c not in refused for c in missing)):
+            awaited = [c for c in missing if (few or c not in silent) and c not in refused]
+            if enough and (roll.deadline.passed or not awaited):
                 break
             roll.arrived.clear()
             try:
                 await within(roll.arrived.wait(), min(look_s, self.timeouts.poll_s))
             except TimeoutError:
                 look_s = min(1.0, 2 * look_s)
-                standings = await asyncio.gather(*(self.standing_of(c) for c in missing))
-                where = dict(zip(missing, standings, strict=True))
-                dead.update(c for c, s in where.items() if s is None or s.follows >= key[0])
-                past = [c for c, standing in where.items() if standing is not None and standing.t >= key[0]]
+                asked = [c for c in missing if few or c not in silent]
+                standings = await asyncio.gather(*(self.standing_of(c, few) for c in asked))
+                where = dict(zip(asked, standings, strict=True))
+                silent = {c for c in missing if where.get(c) is None}
+                follow |= {c for c, s in where.items() if s is not None and s.follows >= key[0]}
+                past |= {c for c, s in where.items() if s is not None and s.t >= key[0]}
                 if past and await self._is_over(key[0], past, len(expected), roll):
                     # To commit it again without them would part the run in two.
                     roll.over = True
                     roll.closed.set()
                     return
-                dead.update(past)
         members = self._members(roll)
-        alive = len(members) + len([c for c in missing if c not in dead])
-        # A few may not go on while most are alive and late: that would part the run in two.
+        alive = len(members) + len(past - {*roll.ready}) + len([c for c in missing if c not in silent])
+        # A few may not go on while most are alive, late or past it: that would part the run in two.
         if not any(roll.ready[c].weight > 0 for c in members):
             roll.dropped = "no cluster has trained anything"
         elif len(members) < self.quorum:
@@ -294,7 +300,7 @@ class RollCalls:
             del self._rolls[old]
         self._callers = {c: t for c, t in self._callers.items() if t >= key[0] - _KEPT}
 
-    async def _is_over(self, t: int, past: list[str], expected: int, roll: _Roll) -> bool:
+    async def _is_over(self, t: int, past: Collection[str], expected: int, roll: _Roll) -> bool:
         """Whether those that say that outer step t is over are right: one proves a commit that follows from
         our history, or most of those that we expect say so, which have dropped it then. The word of a few is
         nothing.

@@ -141,7 +141,9 @@ class CheckpointStore:
             while content.files:
                 name, (tensors, metadata) = content.files.popitem()
                 files[name] = write_tensors(partial / name, tensors, metadata)
-            _write_synced(partial / f".rank{rank}.json", msgspec.json.encode(files))
+            unfinished = partial / f".rank{rank}.unfinished"
+            _write_synced(unfinished, msgspec.json.encode(files))
+            unfinished.rename(partial / f".rank{rank}.json")  # rank 0 reads it as soon as it is there
             if rank == 0:
                 step = self._complete(content, partial)
                 seconds = time.monotonic() - started

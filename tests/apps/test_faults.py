@@ -102,7 +102,7 @@ def test_survivors_go_on_as_two_when_a_cluster_is_killed(start: Start, link: str
         os.kill(pid, signal.SIGKILL)
     for cluster in clusters[:2]:
         for _ in range(3):
-            cluster.read_until(" 2 clusters")
+            cluster.read_until("committed  2 clusters")
     sizes = committed(states[0])
     assert sizes[3] == {3} and sizes[max(sizes)] == {2}
     states += [tmp_path / "wiped", tmp_path / "new"]
@@ -110,7 +110,7 @@ def test_survivors_go_on_as_two_when_a_cluster_is_killed(start: Start, link: str
     shutil.copy2(states[2] / "cluster.key", states[3])
     clusters[2:] = [join(start, link, state) for state in states[3:]]
     for cluster in clusters:
-        cluster.read_until(" 4 clusters")
+        cluster.read_until("committed  4 clusters")
     leave(clusters)
     assert check_history(history_of(*states)) == []
 
@@ -130,15 +130,15 @@ def test_clusters_die_one_after_the_other_the_last_goes_on_alone_and_all_come_ba
         join(start, link, states[2], devices="cpu:2", fault=fault),
     ]
     clusters[2].read_until("starts again from its last checkpoint")
-    clusters[0].read_until(" 2 clusters")
-    clusters[0].read_until(" 3 clusters")
+    clusters[0].read_until("committed  2 clusters")
+    clusters[0].read_until("committed  3 clusters")
     clusters[2].kill()
     for cluster in clusters[:2]:
         for _ in range(3):
-            cluster.read_until(" 2 clusters")
+            cluster.read_until("committed  2 clusters")
     clusters[1].kill()
     for _ in range(20):
-        clusters[0].read_until(" 1 cluster ")
+        clusters[0].read_until("committed  1 cluster ")
     clusters[0].kill()
 
     sizes, losses, before = committed(states[0]), val_losses(states[0]), [max(committed(s)) for s in states]
@@ -150,7 +150,7 @@ def test_clusters_die_one_after_the_other_the_last_goes_on_alone_and_all_come_ba
         assert resumed is not None and int(resumed[1]) >= t
     for cluster in clusters:
         cluster.read_until("counts since outer step")
-        cluster.read_until(" 3 clusters")
+        cluster.read_until("committed  3 clusters")
     leave(clusters)
     assert check_history(history_of(*states)) == []
 
@@ -167,15 +167,15 @@ def test_a_frozen_cluster_is_left_out_and_comes_back_with_the_same_history_and_a
     frozen = [*clusters[2].descendants(), clusters[2].process.pid]
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
-    clusters[0].read_until(" 2 clusters")
-    clusters[0].read_until(" 2 clusters")
+    clusters[0].read_until("committed  2 clusters")
+    clusters[0].read_until("committed  2 clusters")
     for pid in frozen:
         os.kill(pid, signal.SIGCONT)
-    clusters[0].read_until(" 3 clusters")
-    clusters[0].read_until(" 3 clusters")
+    clusters[0].read_until("committed  3 clusters")
+    clusters[0].read_until("committed  3 clusters")
     with at_a_third_of_its_speed(frozen):
         for _ in range(6):
             clusters[0].read_until(" committed")
-    clusters[2].read_until(" 3 clusters")
+    clusters[2].read_until("committed  3 clusters")
     leave(clusters)
     assert check_history(history_of(*states)) == []

@@ -134,6 +134,23 @@ def test_a_rank_may_be_a_save_ahead_of_another(
     assert [p.name for p in saver.checkpoints.iterdir()] == ["step-1"]
 
 
+def test_rank_0_never_reads_half_of_what_another_rank_says(
+    two: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for the file every 50 ms; it may look while that is being written."""
+    said: list[bool] = []
+
+    def synced(path: Path, content: bytes) -> None:
+        path.write_bytes(content[:1])
+        said.extend(file.suffix == ".json" for file in path.parent.glob(".rank*"))
+        path.write_bytes(content)
+
+    monkeypatch.setattr(store, "_write_synced", synced)
+    two.at(3)
+    two.save()
+    assert said and not any(said) and found(two).path.name == "step-3"
+
+
 def test_the_newest_ones_are_kept_and_the_rounds_since_the_oldest_of_them(saver: Saver) -> None:
     for t in (1, 2, 3, 70, 80):
         saver.at(t)

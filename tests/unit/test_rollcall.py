@@ -62,15 +62,17 @@ def coordinator(
     proofs: dict[str, str] | None = None,
     quorum: int = 1,
     follows: dict[str, int] | None = None,
+    doubted: Sequence[str] = (),
 ) -> RollCalls:
-    """standings: the outer steps that clusters which answer are past. norms: of the last round. proofs: the
-    lineage before the outer step in question, of clusters that can prove that they committed it.
+    """standings: the outer steps that clusters which answer are past. doubted: those of them that seemed
+    frozen a moment ago. norms: of the last round. proofs: the lineage before the outer step in question, of
+    clusters that can prove that they committed it.
     """
     cap = NormCap()
     cap.remember(norms)
 
-    async def standing_of(cluster: str) -> Standing | None:
-        if cluster not in standings:
+    async def standing_of(cluster: str, again: bool) -> Standing | None:
+        if cluster not in standings or (cluster in doubted and not again):
             return None
         return standing(cluster, standings[cluster], (follows or {}).get(cluster, 0))
 
@@ -170,6 +172,26 @@ def test_a_few_do_not_go_on_while_most_are_alive_and_late() -> None:
     calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0))
     reply = asyncio.run(until_answered(lambda: calls.answer(ready(KEYS[0]), last_t=0)))
     assert reply.dropped and reply.call is None
+
+
+def test_one_does_not_commit_what_half_have_dropped() -> None:
+    """Two of four say that the step is over, and cannot prove that it was committed; the fourth is silent."""
+    calls = coordinator([ME, *OTHERS, "fourth"], dict.fromkeys(OTHERS, 1))
+    reply = asyncio.run(until_answered(lambda: calls.answer(ready(KEYS[0]), last_t=0)))
+    assert reply.dropped == "1 of 3 clusters came to the roll call, fewer than half"
+
+
+def test_one_that_nobody_answered_a_moment_ago_does_not_go_on_alone_but_asks_them_again() -> None:
+    """Its own machine stood still: both others seem frozen, of which one has taken the step meanwhile."""
+    standings, proofs = dict.fromkeys(OTHERS, 1), {OTHERS[1]: LINEAGE}
+    calls = coordinator([ME, *OTHERS], standings, round_s=1000.0, doubted=OTHERS, proofs=proofs)
+    reply = asyncio.run(until_answered(lambda: calls.answer(ready(KEYS[0]), last_t=0)))
+    assert reply.over and reply.call is None
+
+
+def test_most_do_not_wait_for_one_that_seems_frozen() -> None:
+    calls = coordinator([ME, *OTHERS], dict.fromkeys(OTHERS, 0), round_s=1000.0, doubted=OTHERS)
+    assert members_after(calls, ready(KEYS[0]), ready(KEYS[1])) == [ME, OTHERS[0]]
 
 
 def test_fewer_than_the_quorum_take_no_outer_step() -> None:
