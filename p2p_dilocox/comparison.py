@@ -17,7 +17,16 @@ from p2p_dilocox.data import load_tokens
 from p2p_dilocox.errors import SpecError, StateError
 from p2p_dilocox.recipe import recipes
 from p2p_dilocox.runspec import RunSpec, parse_run_as, total_inner_steps
-from p2p_dilocox.simulation import Link, Place, Point, Simulation, Together, never_differ, warm_start
+from p2p_dilocox.simulation import (
+    Link,
+    Place,
+    Point,
+    Simulation,
+    Together,
+    drawn_absences,
+    never_differ,
+    warm_start,
+)
 from p2p_dilocox.state_dir import write_atomic
 from p2p_dilocox.suggest import did_you_mean
 from p2p_dilocox.toml_text import toml_text
@@ -57,6 +66,8 @@ class Setup:
     allreduce_steps: how many inner steps as long an fp16 AllReduce of the model takes, which fixes the links.
     31 is the paper's OPT-1.3B at 1 Gbit/s (arXiv 2506.21263, Table 1: 23,880 tokens/s when nothing waits, 745
     with an AllReduce at every step).
+    away: the part of its time that a cluster is gone, as after kill -9, `away_steps` inner steps at a time on
+    average; the first, which measures the losses, never is.
     """
 
     text: str
@@ -66,6 +77,8 @@ class Setup:
     inner_steps: int = 384
     warm_steps: int = 0
     allreduce_steps: float = 31.0
+    away: float = 0.0
+    away_steps: float = 50.0
 
     def method(self, name: str) -> Method:
         return self.methods.get(name) or Method(recipe=name)
@@ -96,6 +109,20 @@ class Setup:
         bits = 8 * fp16_bytes(num_parameters, self.clusters)
         mbps = max(1e-6, bits * 1e-6 / self.allreduce_steps)
         return Link(uplink_mbps=mbps, downlink_mbps=mbps, latency_s=0.02)
+
+    def places(self, seed: int, num_parameters: int) -> list[Place]:
+        """Of all clusters; who is away when is the same for all methods."""
+        link, longest_s = self.link(num_parameters), 2 * self.inner_steps * (1 + self.allreduce_steps)
+        return [
+            Place(
+                cluster_id=f"cluster{number}",
+                link=link,
+                absences=drawn_absences(f"{seed} {number}", self.away, self.away_steps, longest_s)
+                if number
+                else (),
+            )
+            for number in range(self.clusters)
+        ]
 
 
 @dataclass(frozen=True)
@@ -179,10 +206,8 @@ def run_cell(
     """Simulate it and keep its result in `out`. progress: inner steps done, of all clusters, and in all."""
     spec = setup.spec(cell.recipe, cell.seed)
     start = load_file(_start_file(setup, out)) if setup.warm_steps else None
-    num_parameters = model_tensors(spec).num_parameters
-    link = setup.link(num_parameters)
-    places = [Place(cluster_id=f"cluster{number}", link=link) for number in range(setup.clusters)]
-    kind = Together if never_differ(spec) else Simulation
+    places = setup.places(cell.seed, model_tensors(spec).num_parameters)
+    kind = Together if never_differ(spec) and not setup.away else Simulation
     simulation = kind(spec, places, load_tokens(spec, out / "tokens"), start=start)
     total = setup.clusters * total_inner_steps(spec)
     simulation.on_step = lambda done: progress(done, total)
@@ -272,7 +297,8 @@ def cell_file(setup: Setup, cell: Cell, out: Path, link: str) -> Path:
     """Its name has a digest of all that the result depends on: studies may share `out` and its cells."""
     spec = setup.spec(cell.recipe, cell.seed)
     start = _digest(_start_spec(setup), setup.warm_steps) if setup.warm_steps else ""
-    digest = _digest(spec, setup.clusters, link or setup.allreduce_steps, start)
+    churn = (setup.away, setup.away_steps) if setup.away else ()
+    digest = _digest(spec, setup.clusters, link or setup.allreduce_steps, start, *churn)
     return out / "cells" / f"{spec.run.recipe}-{cell.seed}-{digest}.json"
 
 

@@ -23,14 +23,16 @@ from p2p_dilocox.suggest import did_you_mean
 
 __all__ = ["Study", "read_study"]
 
-_LEAST = {"warm": 0, "allreduce_steps": 1e-6}  # of others 1
-_MOST = {"clusters": 64, "seeds": 100}  # as on the command line
+_LEAST = {"warm": 0, "allreduce_steps": 1e-6, "away": 0}  # of others 1
+_MOST = {"clusters": 64, "seeds": 100, "away": 0.9}  # as on the command line
+_PARTS = ("allreduce_steps", "away", "away_steps")  # need not be whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """seeds: runs of each method; of_method: of those that have a number of their own. steps: inner steps of
-    a cluster. warm: inner steps of an AllReduce that all go on from. allreduce_steps: see Setup.
+    a cluster. warm: inner steps of an AllReduce that all go on from. allreduce_steps, away, away_steps: see
+    Setup.
     """
 
     clusters: int = 4
@@ -38,6 +40,8 @@ class Study:
     steps: int = 384
     warm: int = 0
     allreduce_steps: float = 31.0
+    away: float = 0.0
+    away_steps: float = 50.0
     methods: Mapping[str, Method] = field(default_factory=dict)
     of_method: Mapping[str, int] = field(default_factory=dict)
 
@@ -77,7 +81,7 @@ def _table(value: Any, what: str, name: str) -> dict[str, Any]:
 
 def _number(value: Any, what: str, name: str) -> Any:
     key = what.rpartition(".")[2]
-    whole, least, most = key != "allreduce_steps", _LEAST.get(key, 1), _MOST.get(key, math.inf)
+    whole, least, most = key not in _PARTS, _LEAST.get(key, 1), _MOST.get(key, math.inf)
     number = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
     if not number or not least <= value <= most or not is_finite(value):
         limit = f"at least {least}" if most == math.inf else f"{least} to {most}"

@@ -327,6 +327,10 @@ def demo(out: Path, run: str, clusters: int) -> None:
     help="Link speed: an fp16 AllReduce takes so many inner steps. Default: as the run has it, or 31.",
 )  # fmt: skip
 @click.option(
+    "--away", type=click.FloatRange(0, 0.9),
+    help="Part of its time that a cluster is gone, the first excepted. Default: as the run has it, or 0.",
+)  # fmt: skip
+@click.option(
     "--link", metavar="100mbit", default="",
     help="Real clusters on links of this rate, not simulated ones; needs root and iproute2.",
 )  # fmt: skip
@@ -344,6 +348,7 @@ def compare(
     steps: int | None,
     warm: int | None,
     allreduce_steps: float | None,
+    away: float | None,
     link: str,
     quick: bool,
     processes: int | None,
@@ -372,6 +377,7 @@ def compare(
         text=text, name=Path(run).name, methods=study.methods, clusters=clusters or study.clusters,
         inner_steps=steps or study.steps, warm_steps=study.warm if warm is None else warm,
         allreduce_steps=allreduce_steps or study.allreduce_steps,
+        away=study.away if away is None else away, away_steps=study.away_steps,
     )  # fmt: skip
     if link:
         from .linked import check_link

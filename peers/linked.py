@@ -28,6 +28,8 @@ def check_link(rate: str, setup: Setup) -> None:
         raise SpecError(f"--link with {setup.clusters} clusters: at most {_MOST}, each is a process")
     if setup.warm_steps:
         raise SpecError(f"--link: real clusters cannot start after {setup.warm_steps} steps. Give --warm 0")
+    if setup.away:
+        raise SpecError("--link: real clusters do not come and go by themselves. Give --away 0")
     try:
         bits_per_s(rate)
     except ValueError as error:

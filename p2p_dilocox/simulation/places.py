@@ -1,10 +1,11 @@
 """What a simulation is told of its clusters, and what it tells."""
 
+import random
 from dataclasses import dataclass
 
 from p2p_dilocox.simulation.links import Link
 
-__all__ = ["Absence", "Place", "Point"]
+__all__ = ["Absence", "Place", "Point", "drawn_absences"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,20 @@ class Absence:
 
     start_s: float
     stop_s: float
+
+
+def drawn_absences(who: str, share: float, mean_s: float, until_s: float) -> tuple[Absence, ...]:
+    """Of a cluster that comes and goes without memory: away for `share` of its time (below 1), `mean_s` at a
+    time on average, all lengths exponential. who: the same name gets the same absences."""
+    found: list[Absence] = []
+    if share <= 0:
+        return ()
+    lengths, now_s = random.Random(f"p2p_dilocox absences {who}"), 0.0
+    while now_s < until_s:
+        start_s = now_s + lengths.expovariate(share / ((1 - share) * mean_s))
+        now_s = start_s + lengths.expovariate(1 / mean_s)
+        found.append(Absence(start_s, now_s))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)

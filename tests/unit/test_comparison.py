@@ -123,6 +123,34 @@ def test_a_setting_at_its_default_names_no_other_cell() -> None:
     assert name() == name(factor_embeddings=True) != name(factor_embeddings=False)
 
 
+def test_clusters_that_come_and_go_do_so_alike_under_every_method_and_the_first_never() -> None:
+    churn = replace(SETUP, away=0.3, away_steps=20.0, inner_steps=10_000)
+    first, *others = churn.places(0, 1000)
+    assert first.absences == () and others[0].absences != others[1].absences
+    assert churn.places(0, 1000)[1:] == others != churn.places(1, 1000)[1:]
+    assert all(place.absences == () for place in SETUP.places(0, 1000))
+    for place in others:
+        gone = sum(a.stop_s - a.start_s for a in place.absences)
+        assert gone / place.absences[-1].stop_s == pytest.approx(0.3, abs=0.03)
+        assert gone / len(place.absences) == pytest.approx(20.0, rel=0.1)
+        ends = [s for a in place.absences for s in (a.start_s, a.stop_s)]
+        assert ends == sorted(ends)
+
+
+def test_with_churn_a_cell_is_another_and_trains_less(tmp_path: Path) -> None:
+    setup, cell = replace(SETUP, inner_steps=32), Cell("dilocox", 0)
+    churn = replace(setup, away=0.5, away_steps=8.0)
+    names = {cell_file(s, cell, tmp_path, "").name for s in (setup, churn, replace(churn, away=0.4))}
+    assert len(names) == 3
+    assert cell_file(replace(setup, away_steps=9.0), cell, tmp_path, "").name in names
+    prepare(setup, tmp_path)
+    steady, torn = (run_cell(s, cell, tmp_path) for s in (setup, churn))
+    assert steady.points[0].val_loss == torn.points[0].val_loss
+    assert torn.tokens < 0.9 * steady.tokens and torn.outer_steps == steady.outer_steps
+    every_step = [run_cell(s, Cell("allreduce", 0), tmp_path).seconds for s in (setup, churn)]
+    assert every_step[1] < 0.9 * every_step[0]  # rounds of fewer are shorter
+
+
 def test_a_summary_is_ordered_by_loss_and_counts_the_gap_from_allreduce_of_the_same_seed() -> None:
     runs = [("far", 0, 4.4), ("far", 1, 4.0), ("allreduce", 0, 4.0), ("near", 0, 3.0), ("allreduce", 1, 5.0)]
     found = summarise([result(*run) for run in runs])

@@ -39,6 +39,8 @@ def test_sizes_and_methods_are_read() -> None:
         ("[compare]\nclusters = 65", "compare.clusters = 65, must be a whole number of 1 to 64"),
         (f"[compare]\nsteps = {10**400}", "must be a whole number of at least 1"),
         ("[compare]\nallreduce_steps = inf", "compare.allreduce_steps = inf, must be a number"),
+        ("[compare]\naway = 0.95", "compare.away = 0.95, must be a number of 0 to 0.9"),
+        ("[compare]\naway_steps = 0.5", "compare.away_steps = 0.5, must be a number of at least 1"),
         ("[compare]\nclusters = 2.5", "compare.clusters = 2.5, must be a whole number"),
         ("methods = 3", r"\[methods\] = 3, must be a table"),
         ("[methods]\na = 3", "methods.a = 3, must be a table"),
