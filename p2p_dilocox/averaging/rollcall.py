@@ -254,21 +254,21 @@ class RollCalls:
         while True:
             in_step = [c for c, t in self._callers.items() if t >= key[0] - 1]
             expected = {*self.expected(), *in_step}
-            # Perhaps it is not the others who are gone, but we who were cut off or stood still.
-            few = 2 * len(roll.ready) < len(expected)
             missing = [c for c in expected if c not in {*roll.ready, *follow, *past}]
             enough = len(roll.ready) >= self.min_clusters()
             refused = _refused_by_most(roll.ready, len(expected))
-            awaited = [c for c in missing if (few or c not in silent) and c not in refused]
-            if enough and (roll.deadline.passed or not awaited):
+            late = [c for c in missing if c not in silent and c not in refused]
+            # If most are silent, it may be we who were cut off or stood still: we do not go on yet.
+            doubtful = not late and 2 * len(roll.ready) < len(expected)
+            if enough and (roll.deadline.passed or not (late or doubtful)):
                 break
             roll.arrived.clear()
             try:
                 await within(roll.arrived.wait(), min(look_s, self.timeouts.poll_s))
             except TimeoutError:
                 look_s = min(1.0, 2 * look_s)
-                asked = [c for c in missing if few or c not in silent]
-                standings = await asyncio.gather(*(self.standing_of(c, few) for c in asked))
+                asked = [c for c in missing if doubtful or c not in silent]
+                standings = await asyncio.gather(*(self.standing_of(c, doubtful) for c in asked))
                 where = dict(zip(asked, standings, strict=True))
                 silent = {c for c in missing if where.get(c) is None}
                 follow |= {c for c, s in where.items() if s is not None and s.follows >= key[0]}
