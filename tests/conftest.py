@@ -18,12 +18,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("steady")
 
 
-_CHAOS = "tests/faults/test_chaos.py"
+_NO_CLOCKS = ("tests/faults/test_chaos.py", "tests/apps/test_commands.py")
 
 
 def _has_clocks(nodeid: str) -> bool:
-    """Whole programs that must do something in time. Not the chaos: its faults come when they come."""
-    return nodeid.startswith(("tests/apps/", "tests/faults/")) and not nodeid.startswith(_CHAOS)
+    """Whole programs that must do something in time. Not the chaos, whose faults come when they come, nor
+    commands that are refused."""
+    return nodeid.startswith(("tests/apps/", "tests/faults/")) and not nodeid.startswith(_NO_CLOCKS)
 
 
 class Groups(LoadScopeScheduling):
