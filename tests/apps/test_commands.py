@@ -50,8 +50,8 @@ def test_the_options_of_every_command_are_frozen() -> None:
     assert options("dilocox-bootstrap") == {"serve": "--announce --archive --listen --run --state-dir"}
     assert options("dilocox-peer") == {
         "check-history": "--json files",
-        "compare": "--allreduce-steps --away --clusters --json --link --out --processes --quick --run --seeds "
-        "--steps --warm recipe_names",
+        "compare": "--allreduce-steps --away --clusters --json --link --out --processes --quick --run "
+        "--seeds --steps --warm recipe_names",
         "coverage": "--json state_dirs",
         "demo": "--clusters --out --run",
         "export": "--average out state_dir",
