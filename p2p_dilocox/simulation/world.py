@@ -171,15 +171,16 @@ class _Cluster:
     def _come_back(self) -> None:
         absence = self._absences.pop(0)
         self.world.withdraw(self)
-        self.gone, self.now_s = True, max(self.now_s, absence.stop_s)
-        self._hand_back()
+        rank, link = self.rank, self.place.link
+        fetch_s = sum(link.transfer_s(0, snapshot_bytes(rank.outer, n)) for n in self.names.values())
+        self.gone, self.now_s = True, max(self.now_s, absence.stop_s) + fetch_s
+        self._hand_back()  # the others go on while it downloads; then it follows to where they are
         self.gone = False
-        rank, donor = self.rank, self.world.donor(self)
+        donor = self.world.donor(self)
         rank.pending, rank.unsent_tokens = None, 0
         if donor is None:
             return
         for names in self.names.values():
-            self.now_s += self.place.link.transfer_s(0, snapshot_bytes(rank.outer, names))
             take_snapshot(donor.rank.outer, names).load_into(rank.outer)
         rank.outer.reset_(rank.pipeline.parameters)
         rank.progress.move_to(rank.outer.t, rank.outer)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from p2p_dilocox.averaging.snapshot import snapshot_bytes
 from p2p_dilocox.data import load_tokens
 from p2p_dilocox.data.tokens import Corpus
 from p2p_dilocox.invariants import check_history, read_history
@@ -108,6 +109,22 @@ def test_one_that_is_gone_costs_the_others_no_outer_step_and_comes_back_to_their
     assert steps[1][1] == ["a", "b", "c"] and steps[2][1] == ["a", "b"] and steps[8][1] == ["a", "b", "c"]
     assert check_history(read_history(tmp_path.glob("*.jsonl"))) == []
     assert simulation.parameter_digests()[1:] == simulation.parameter_digests()[:1] * 2
+
+
+def test_one_whose_download_takes_outer_steps_is_in_every_round_once_it_is_there(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """Gone for half a second, then 40 s behind its link while the others take outer steps of 3 s."""
+    spec = spec_of(outer_steps=30)
+    outer = Simulation(spec, [Place(cluster_id="a")], corpus).clusters[0].rank.outer
+    mbps = 8e-6 * snapshot_bytes(outer, list(outer.anchor)) / 40.0
+    link = Link(downlink_mbps=mbps)
+    away = Place(cluster_id="c", link=link, absences=(Absence(4.5, 5.0),))
+    simulated(spec, [Place(cluster_id="a"), Place(cluster_id="b"), away], corpus, tmp_path)
+    steps = members_by_step(tmp_path, "a")
+    with_it = [t for t in range(2, 31) if "c" in steps[t][1]]
+    assert with_it and with_it == list(range(with_it[0], 31)) and with_it[0] > 6
+    assert check_history(read_history(tmp_path.glob("*.jsonl"))) == []
 
 
 def test_one_that_is_too_slow_for_the_roll_call_follows_the_others(corpus: Corpus, tmp_path: Path) -> None:
