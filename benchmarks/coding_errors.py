@@ -37,17 +37,16 @@ from p2p_dilocox.compression import Layout, Phase, initial_basis, round_trip
 from p2p_dilocox.data import Batches, Corpus, load_tokens
 from p2p_dilocox.inner import InnerOptimizer
 from p2p_dilocox.outer import Average, OuterState
-from p2p_dilocox.pipeline import Pipeline, build_span, config_from_spec, cut_layers, read_skeleton
+from p2p_dilocox.pipeline import Pipeline
 from p2p_dilocox.recipe import OVERLAP_DEFAULTS, recipes
 from p2p_dilocox.settings import Adapt, Compression, Data, Eval, Inner, Local, Model, Run, RunSpec, Schedule
-from p2p_dilocox.simulation.start import load_start
+from p2p_dilocox.simulation.start import load_start, whole_model
 
 CLUSTERS = 4
 START = 400  # inner steps before the clusters start
 STEPS = 192  # inner steps of each cluster
 H = 16
 ARRIVES = 4  # inner steps into the next outer step
-CPU = torch.device("cpu")
 WIDTH = 192
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -129,9 +128,7 @@ class Cluster:
 
     @classmethod
     def fresh(cls, spec: RunSpec, corpus: Corpus, name: str) -> "Cluster":
-        skeleton = read_skeleton(config_from_spec(spec.model))
-        span = build_span(skeleton, 0, 0, cut_layers(skeleton, 1, ()), seed=spec.run.seed, device=CPU)
-        pipeline = Pipeline(spec, [span], 0, 1, CPU)
+        pipeline, _, _ = whole_model(spec)
         inner = InnerOptimizer(pipeline.all_parameters, spec.inner, START + STEPS)
         return cls(pipeline, inner, outer_state(spec, pipeline), Batches(corpus, spec, name))
 

@@ -113,15 +113,14 @@ class Setup:
     def places(self, seed: int, num_parameters: int) -> list[Place]:
         """Of all clusters; who is away when is the same for all methods."""
         link, longest_s = self.link(num_parameters), 2 * self.inner_steps * (1 + self.allreduce_steps)
+        shares = [0.0] + [self.away] * (self.clusters - 1)
         return [
             Place(
                 cluster_id=f"cluster{number}",
                 link=link,
-                absences=drawn_absences(f"{seed} {number}", self.away, self.away_steps, longest_s)
-                if number
-                else (),
+                absences=drawn_absences(f"{seed} {number}", share, self.away_steps, longest_s),
             )
-            for number in range(self.clusters)
+            for number, share in enumerate(shares)
         ]
 
 
